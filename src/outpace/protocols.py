@@ -46,7 +46,10 @@ class Engine(Protocol):
 
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
-    ) -> Generation: ...
+    ) -> Generation:
+        """Sample an answer, in one attempt. With stop reason `interrupted` or `lost` the rest is missing: send the
+        request again with the tokens so far. `EngineFleet` does this, so its callers never see these two."""
+        ...
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort these requests. Each returns its tokens so far with stop reason `aborted`."""

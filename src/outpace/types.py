@@ -30,9 +30,10 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-StopReason = Literal["stop", "length", "aborted", "lost"]
-"""Why a generation ended: a stop token or stop string, the token limit, an abort, or a lost server. The last two mean
-partial output. A lost generation is continued on another engine and never reaches a rollout."""
+StopReason = Literal["stop", "length", "aborted", "interrupted", "lost"]
+"""Why a generation ended: a stop token or stop string, the token limit, an abort, a weight update of the server, or a
+failure. The last three mean partial output. An interrupted generation is continued on the same engine, a lost one on
+another if there is one; neither reaches a rollout."""
 
 Health = Literal["starting", "stale", "healthy", "suspect", "dead", "draining"]
 """Engine health. Only a healthy engine gets new requests; a suspect engine may finish its in-flight requests."""
@@ -395,7 +396,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     turns: int = 0  # iterations of the compute thread, training and evaluation; grows as long as it makes progress
     health: Health = "healthy"
     limit: int = 0  # most requests sent to it at once; 0: no limit
-    retries: int = 0  # requests that were retried, in whole or in part
+    retries: int = 0  # requests that failed on the server; they are retried, in whole or in part
 
 
 class FleetMember(msgspec.Struct, frozen=True):

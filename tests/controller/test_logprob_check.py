@@ -256,6 +256,23 @@ async def test_completions_that_cannot_be_compared_are_reported_with_the_reason(
     assert all(key in found.line for key in keys), found.line
 
 
+@pytest.mark.parametrize("stop", ["lost", "interrupted"])
+async def test_a_completion_that_the_engine_did_not_finish_is_repeated(
+    stop: Literal["lost", "interrupted"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprob_check, "FIRST_BACKOFF_S", 0.0)
+    engine, failures = TableEngine(Policy()), 2
+
+    def unfinished(generation: Generation) -> Generation:
+        nonlocal failures
+        failures -= 1
+        empty = generation.tokens[:0], generation.logprobs[:0], generation.versions[:0]
+        return generation if failures < 0 else Generation(*empty, stop)
+
+    engine.distort = unfinished
+    assert (await compare_with(engine, Policy())).verdict == "agrees"
+
+
 async def test_an_engine_that_never_responds_times_out() -> None:
     class UnresponsiveEngine(TableEngine):
         async def generate(self, *_: Any) -> Generation:

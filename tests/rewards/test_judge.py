@@ -193,7 +193,7 @@ async def test_a_client_error_is_not_retried(server: Server, status: int) -> Non
 
 @given(st.integers(0, 8), st.floats(0, 100))
 def test_the_backoff_grows_and_is_never_shorter_than_retry_after(attempt: int, retry_after_s: float) -> None:
-    assert judge.backoff_s(attempt, retry_after_s) >= max(retry_after_s, judge.FIRST_BACKOFF_S * 2**attempt / 2)
+    assert judge.retry_pause_s(attempt, retry_after_s) >= max(retry_after_s, judge.FIRST_BACKOFF_S * 2**attempt / 2)
 
 
 async def test_a_backoff_beyond_the_timeout_fails_at_once(server: Server) -> None:

@@ -41,8 +41,8 @@ class EngineConfig(Section):
     api_key_env: str = "OUTPACE_ENGINE_API_KEY"
     """Environment variable that holds the servers' API key. May be unset if the servers need no key."""
     retries: int = Field(default=2, ge=0)
-    """Retries of a failed request on the same server, continuing from the tokens it already has, before the request
-    moves to another engine."""
+    """Retries of a failed query or control call to a server. Requests for tokens are not counted: a failed one is
+    continued on another engine, or on the same one if there is no other."""
     idle_s: float = Field(default=60.0, gt=0)
     """A request that has produced no token for this long is considered lost. Pauses of its server do not count."""
     control_s: float = Field(default=120.0, gt=0)

@@ -34,7 +34,7 @@ import numpy as np
 from outpace.config import Config
 from outpace.errors import BadInput, RequestFailed, plural
 from outpace.protocols import Engine, Learner, Worker
-from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.async_tools import backoff_s, gather_or_cancel
 from outpace.types import Floats, Generation, Ints, Sampling, Version
 
 Verdict = Literal["agrees", "answers", "vocabulary", "raw", "cut", "dtype", "weights"]
@@ -235,6 +235,8 @@ OTHER_TEMPERATURE = 0.7
 """Sampled in addition to temperature 1, where logprobs before and after temperature are the same."""
 
 DEADLINE_S = 120.0
+ATTEMPTS = 3
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 1.0
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,14 @@ def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int)
 
 
 async def _generate(engine: Engine, number: int, request: ProbeRequest) -> Generation:
-    """Generate with whatever version the engine has: waiting for the learner's version could block."""
-    return await engine.generate(f"agreement-{number}", request.opening, request.sampling, 0, None)
+    """Generate with whatever version the engine has: waiting for the learner's version could block. A generation that
+    the engine did not complete is repeated."""
+    for failures in range(1, ATTEMPTS + 1):
+        answer = await engine.generate(f"agreement-{number}", request.opening, request.sampling, 0, None)
+        if answer.stop not in ("interrupted", "lost") or failures == ATTEMPTS:
+            break
+        await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
+    return answer
 
 
 async def _score(

@@ -21,7 +21,7 @@ from outpace.controller.recorder import Recorder
 from outpace.controller.supervisor import ComponentRemoved, ComponentSupervisor
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, UpdateFailed, UpdateTorn
 from outpace.runtime import diagnostics
-from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.async_tools import backoff_s, gather_or_cancel
 from outpace.types import GroupOrder, GroupReport, LoadReport, Manifest, Version
 
 FIRST_PAUSE_S = 0.5
@@ -128,7 +128,7 @@ class PolicyVersions:
             return
         if torn:
             self._registry.stop_serving(engine)
-        await asyncio.sleep(_pause_s(self._failures[engine, restarts]))
+        await asyncio.sleep(backoff_s(self._failures[engine, restarts], FIRST_PAUSE_S, LONGEST_PAUSE_S))
         if self._supervisor.is_current(engine, restarts):
             self._post(ev.LoadFailed(engine, action.version, torn))
 
@@ -182,7 +182,7 @@ class PolicyVersions:
                 return pinned
             self._recorder.fault("failed_pins")
             if attempt < MAX_FAILURES:
-                await asyncio.sleep(_pause_s(attempt))
+                await asyncio.sleep(backoff_s(attempt, FIRST_PAUSE_S, LONGEST_PAUSE_S))
         raise next(iter(failures.values()))
 
     async def _call_all(self, engines: Iterable[str], call: Callable[[str], Awaitable[object]]) -> None:
@@ -192,7 +192,3 @@ class PolicyVersions:
     async def _call_one(self, engine: str, call: Callable[[], Awaitable[object]]) -> None:
         with contextlib.suppress(ComponentRemoved):
             await self._supervisor.call(engine, call)
-
-
-def _pause_s(failures: int) -> float:
-    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (failures - 1)))

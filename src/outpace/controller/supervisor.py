@@ -27,6 +27,7 @@ from typing import Literal, TypeVar
 from outpace.controller.events import EngineJoined, EngineLeft, EngineLost, Event
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, plural
 from outpace.protocols import Engine
+from outpace.runtime.async_tools import backoff_s
 from outpace.runtime.components import ComponentKind, RestartSettings, Runtime
 
 FIRST_PAUSE_S = 0.5
@@ -68,7 +69,7 @@ class RestartPolicy:
             recent.popleft()
         if len(recent) >= settings.restarts:
             return GiveUp(_budget_spent(settings))
-        pause_s = 0.0 if not recent else min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (len(recent) - 1))
+        pause_s = 0.0 if not recent else backoff_s(len(recent), FIRST_PAUSE_S, LONGEST_PAUSE_S)
         recent.append(now)
         self.restarts += 1
         return Restart(pause_s)

@@ -2,13 +2,16 @@
 
                  ┌── no engine can serve it: wait ◀─┐
     request ─▶ choose ─▶ engine ─▶ result           │
-                 ▲          ├─▶ lost, with partial output ─▶ continue from there ─┐
-                 │          └─▶ lost, with all its output ─▶ start again ─────────┤
-                 └────────────────────────────────────────────────────────────────┘
+                 ▲  ▲       ├─▶ interrupted: continue from its tokens on the same engine
+                 │  │       ├─▶ lost, with partial output ─▶ continue from there ─┐
+                 │  │       └─▶ lost, with all its output ─▶ start again ─────────┤
+                 └──┴─────────────────────────────────────────────────────────────┘
 
 Invariants
-- A request lost by an engine continues on another engine, or on the same one after it reconnects, from the tokens
-  already received. No token is sampled twice; each keeps its logprob and version. The caller sees one result.
+- This is the only place that continues a request. `generate` of an engine is one attempt; if that was lost, the request
+  continues on another engine, or on the same one after it reconnects, from the tokens already received. No token is
+  sampled twice; each keeps its logprob and version. The caller sees one result.
+- A request that its engine interrupts for a weight update goes back to that engine at once. That is not a failure.
 - A request moves at most MAX_MOVES times, then fails with all causes: the request itself may be crashing the engines.
   Waiting for an engine is not a move. An error that a restart would not fix moves the request to each other engine
   once, and is raised when none is left.
@@ -33,10 +36,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outpace.engines.continuation import ContinuedGeneration, Decode
+from outpace.engines.generation import ContinuedGeneration, Decode
 from outpace.engines.router import RequestNeeds, Router
 from outpace.errors import ComponentFailed, ComponentLost, ContextFull, OutpaceError, RequestFailed, one_line, plural
 from outpace.protocols import Engine
+from outpace.runtime.async_tools import backoff_s
 from outpace.runtime.diagnostics import waiting
 from outpace.runtime.reconnect import is_connected, on_connection_change
 from outpace.runtime.rpc import close_proxy
@@ -48,6 +52,7 @@ class InFlightRequest:
     """A request in the fleet and the tokens received so far.
 
     engine: the engine that runs it now.
+    interrupted_by: the engine that has just interrupted it and keeps a slot for it.
     excluded: engines that cannot serve it at all.
     causes: why it was moved.
     retry_at: before this time it is not sent to an engine that has just failed.
@@ -57,6 +62,7 @@ class InFlightRequest:
     answer: ContinuedGeneration
     updates_at_arrival: int  # number of member updates when it arrived
     engine: str | None = None
+    interrupted_by: str | None = None
     aborted: bool = False
     finished: bool = False
     retry_at: float = 0.0
@@ -148,10 +154,6 @@ ANY_VERSION: Version = sys.maxsize
 """Version of engines without member information: they check `min_version` themselves."""
 
 
-def backoff_s(failures: int) -> float:
-    return min(FIRST_BACKOFF_S * 2.0 ** (failures - 1), MAX_BACKOFF_S)
-
-
 class EngineFleet:
     """Implements the part of `outpace.protocols.Engine` that a rollout worker needs."""
 
@@ -175,7 +177,6 @@ class EngineFleet:
         self._in_flight: dict[str, InFlightRequest] = {}
         self._changed = asyncio.Event()
         self._updates = 0
-        self.moves = 0  # number of times a request was continued after an engine lost it
 
     async def update(self, members: Sequence[FleetMember]) -> None:
         """Replace the member list. Engines that left finish their in-flight requests."""
@@ -247,6 +248,9 @@ class EngineFleet:
             excluded = request.excluded | {name for name in names if not self._connections.is_reachable(name)}
             self._check_servable(request, names)
             now = time.monotonic()
+            interrupted_by, request.interrupted_by = request.interrupted_by, None
+            if any(m.name == interrupted_by and m.serves and m.name not in excluded for m in self._router.members):
+                return interrupted_by
             engine = self._router.choose(request.needs, now, excluded)
             if engine is not None and (now >= request.retry_at or self._router.is_trusted(engine, now)):
                 return engine
@@ -284,16 +288,18 @@ class EngineFleet:
             return self._add_part(request, engine, part)
 
     def _add_part(self, request: InFlightRequest, engine: str, part: Generation) -> Generation | None:
-        answer = request.answer
-        if part.stop != "lost" and not len(answer):
+        answer, partial = request.answer, part.stop in ("interrupted", "lost")
+        if not partial and not len(answer):
             return part
         answer.add(part)
-        ended = answer.ended
-        if part.stop != "lost":
-            return answer.generation("stop" if ended == "stop" else part.stop)
-        if ended is not None:
-            return answer.generation(ended)
-        self._record_failure(request, engine, ComponentLost(engine, "lost the request"))
+        if not partial:
+            return answer.generation("stop" if answer.ended == "stop" else part.stop)
+        if answer.ended is not None:
+            return answer.generation(answer.ended)
+        if part.stop == "interrupted":
+            request.interrupted_by = engine
+        else:
+            self._record_failure(request, engine, ComponentLost(engine, "lost the request"))
         return None
 
     def _record_failure(self, request: InFlightRequest, engine: str, error: ComponentFailed) -> None:
@@ -312,8 +318,7 @@ class EngineFleet:
             raise RequestFailed(
                 f"request {request_id} was lost {plural(len(request.causes), 'time')}: {causes}"
             ) from error
-        self.moves += 1
-        request.retry_at = time.monotonic() + backoff_s(len(request.causes))
+        request.retry_at = time.monotonic() + backoff_s(len(request.causes), FIRST_BACKOFF_S, MAX_BACKOFF_S)
         log.info("request %s continues from token %d: %s", request_id, len(request.answer), error)
 
     async def _stream_from(self, request: InFlightRequest, after: int) -> Ints:

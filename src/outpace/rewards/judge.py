@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import random
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from outpace.config.sections import JudgeConfig
 from outpace.errors import BadInput, RequestFailed, RewardFailed, one_line
 from outpace.models.chat import as_text
 from outpace.rewards.builtin import Completion
-from outpace.runtime.async_tools import PerLoop, gather_or_cancel
+from outpace.runtime.async_tools import PerLoop, backoff_s, gather_or_cancel
 
 if TYPE_CHECKING:
     import aiohttp
@@ -135,14 +135,14 @@ async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
     return bytes(content)
 
 
-def backoff_s(attempt: int, asked_s: float) -> float:
-    """Return the wait before the next retry: exponential backoff with jitter, but at least the server's Retry-After."""
-    return max(asked_s, FIRST_BACKOFF_S * 2.0**attempt * random.uniform(0.5, 1.5))
+def retry_pause_s(attempt: int, asked_s: float) -> float:
+    """Return the wait before the next retry: exponential backoff, but at least the server's Retry-After."""
+    return max(asked_s, backoff_s(attempt + 1, FIRST_BACKOFF_S, math.inf, jitter=0.5))
 
 
 async def _back_off(attempt: int, asked_s: float, limit: asyncio.Timeout) -> None:
     """Wait before the next attempt; raise `TimeoutError` at once if the wait would exceed the timeout."""
-    pause = backoff_s(attempt, asked_s)
+    pause = retry_pause_s(attempt, asked_s)
     ends = asyncio.get_running_loop().time() + pause
     if ends >= (limit.when() or 0.0):
         raise TimeoutError

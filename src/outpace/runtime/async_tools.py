@@ -7,6 +7,7 @@
 - `gather_or_cancel` runs coroutines concurrently and cancels the rest when one fails.
 - `LoopFairness` spreads work over several iterations of the event loop.
 - `PerLoop` keeps one object per event loop.
+- `backoff_s` is how long to wait before a retry.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import contextvars
 import inspect
 import queue
+import random
 import threading
 import weakref
 from collections import deque
@@ -210,3 +212,11 @@ class PerLoop(Generic[T]):
         if loop not in self._made:
             self._made[loop] = make()
         return self._made[loop]
+
+
+def backoff_s(failures: int, first_s: float, longest_s: float, jitter: float = 0.0) -> float:
+    """Return the wait after this many failures in a row: `first_s` after the first, doubled with each further one, at
+    most `longest_s`. `jitter` varies it by up to this fraction, so that callers that failed together do not retry
+    together."""
+    pause_s = min(first_s * 2.0 ** min(failures - 1, 60), longest_s)
+    return pause_s * random.uniform(1 - jitter, 1 + jitter)

@@ -31,6 +31,7 @@ from outpace.runtime.child import STATE_REPORT_HEADER, StartupReply
 from outpace.runtime.child_process import ChildProcess, describe_exit
 from outpace.runtime.cleanup import CleanupProcess
 from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
+from outpace.runtime.process_tree import child_environment
 from outpace.runtime.rpc import RpcFailure, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
 
 STOP_DEADLINE_S = 5.0

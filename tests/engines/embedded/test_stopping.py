@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outpace.engines.continuation import StopStrings
+from outpace.engines.generation import StopStrings
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENIZER = Tokenizer(models.BPE(vocab={letter: token for token, letter in enumerate(ALPHABET)}, merges=[]))

@@ -37,6 +37,54 @@ async def test_eligible_requests_are_admitted_in_order_of_arrival() -> None:
     assert (queue.running, queue.waiting) == (1, 0)
 
 
+async def test_an_interrupted_request_finds_its_slot_kept_although_others_wait() -> None:
+    queue = AdmissionQueue(lambda: 1)
+    await queue.enter("a", yes)
+    other = await enqueue(queue, "b")
+    queue.leave_interrupted("a")
+    queue.wake()
+    again = await enqueue(queue, "a")
+    assert await again == "admitted"
+    assert not other.done()
+    queue.leave()
+    assert await other == "admitted"
+    assert (queue.running, queue.waiting) == (1, 0)
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "ended", "refused"])
+async def test_a_kept_slot_is_free_when_its_request_is_not_admitted_after_all(ending: str) -> None:
+    refused = False
+
+    def perhaps() -> bool:
+        if refused:
+            raise RequestFailed("not here")
+        return False
+
+    queue = AdmissionQueue(lambda: 1)
+    await queue.enter("a", yes)
+    queue.leave_interrupted("a")
+    again = await enqueue(queue, "a", perhaps)
+    if ending == "cancelled":
+        again.cancel()
+    elif ending == "ended":
+        queue.end("lost")
+    refused = True
+    queue.wake()
+    await asyncio.gather(again, return_exceptions=True)
+    assert (queue.running, queue.waiting) == (0, 0)
+
+
+async def test_the_slot_of_an_interrupted_request_that_does_not_return_becomes_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outpace.engines.server.admission.KEEP_SLOT_S", 0.0)
+    queue = AdmissionQueue(lambda: 1)
+    await queue.enter("a", yes)
+    queue.leave_interrupted("a")
+    async with asyncio.timeout(60):
+        assert await queue.enter("b", yes) == "admitted"
+
+
 async def test_only_the_named_requests_are_ended() -> None:
     queue = AdmissionQueue(lambda: 0)
     one, other = await enqueue(queue, "a"), await enqueue(queue, "b")

@@ -24,7 +24,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "_BACKOFF_S", 0.001)
+    monkeypatch.setattr(http_module, "_FIRST_BACKOFF_S", 0.001)
 
 
 @asynccontextmanager

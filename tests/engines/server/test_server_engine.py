@@ -16,14 +16,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from engines.server.fake_server import FakeServer, Fault, FaultKind
-from outpace.engines.server import http as http_module
+from engines.server.fake_transport import FakeTransport
+from outpace.engines.fleet import EngineFleet
 from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import STALE, Piece, ServerRequest
 from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
-from outpace.engines.server.state import HealthMachine, RequestSegment
+from outpace.engines.server.state import ActiveRequest, HealthMachine
 from outpace.engines.server.vllm import VllmServer
-from outpace.errors import ContextFull, CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
+from outpace.errors import CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
 from support import examples
 
@@ -31,53 +32,6 @@ pytestmark = pytest.mark.timeout(120)
 
 PROMPT = np.arange(4, dtype=np.int32)
 FAULTS: list[FaultKind] = ["500", "429", "malformed", "no_logprobs", "nan", "no_end", "error", "drop", "abort", "more"]
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "_BACKOFF_S", 0.001)
-
-
-@dataclass(frozen=True)
-class Weights:
-    version: int
-    nbytes: int = 10
-
-
-@dataclass(frozen=True)
-class AdapterWeights(Weights):
-    adapter: str = "a name"
-
-
-@dataclass
-class FakeTransport:
-    needs_pause: bool = True
-    prepare_fails: Exception | None = None
-    swap_fails: Exception | None = None
-    swapping: asyncio.Event | None = None  # set when a swap starts; the swap then never ends
-    swapped: list[int] = field(default_factory=list)
-    forgotten: list[int] = field(default_factory=list)
-    closed: list[bool] = field(default_factory=list)  # the `server_stays` argument of each call
-
-    async def prepare(self, manifest: Manifest) -> Weights:
-        if self.prepare_fails is not None:
-            raise self.prepare_fails
-        version = manifest.version
-        return Weights(version) if self.needs_pause else AdapterWeights(version, adapter=f"v{version}")
-
-    async def swap(self, ready: Any) -> None:
-        if self.swapping is not None:
-            self.swapping.set()
-            await asyncio.Event().wait()
-        if self.swap_fails is not None:
-            raise self.swap_fails
-        self.swapped.append(ready.version)
-
-    async def forget(self, version: int) -> None:
-        self.forgotten.append(version)
-
-    async def close(self, server_stays: bool) -> None:
-        self.closed.append(server_stays)
 
 
 @dataclass
@@ -141,49 +95,14 @@ async def test_an_answer_has_tokens_logprobs_and_versions() -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-async def test_a_request_that_fails_once_continues_from_its_partial_output(kind: FaultKind) -> None:
+async def test_a_failed_request_is_lost_with_the_tokens_received_so_far(kind: FaultKind) -> None:
     async with engine_setup() as setup:
-        faults = [Fault(kind, after=3)]
-        setup.fake.fault = lambda: faults.pop() if faults else None
+        setup.fake.fault = lambda: Fault(kind, after=3)
         answer = await setup.generate()
-        assert is_whole(answer, 8)
-        assert answer.stop == "length"
+        assert answer.stop == "lost"
+        assert is_whole(answer, 0 if kind in ("500", "429") else 3)
+        assert len(setup.fake.received) == (kind not in ("500", "429"))
         assert (await setup.engine.stats()).retries == 1
-        began = setup.fake.received[-1]
-        left = began["sampling_params"]["max_tokens"]
-        assert len(began["token_ids"]) + left == len(PROMPT) + 8
-
-
-async def test_after_the_last_retry_the_partial_output_is_returned_as_lost() -> None:
-    async with engine_setup(retries=2) as setup:
-        setup.fake.fault = lambda: Fault("drop", after=2)
-        answer = await setup.generate(max_tokens=20)
-        assert answer.stop == "lost"
-        assert is_whole(answer, 6)
-
-
-async def test_zero_retries_are_allowed() -> None:
-    async with engine_setup(retries=0) as setup:
-        setup.fake.fault = lambda: Fault("drop", after=2)
-        answer = await setup.generate()
-        assert answer.stop == "lost"
-        assert is_whole(answer, 2)
-
-
-async def test_an_answer_that_lost_only_its_last_chunk_is_complete() -> None:
-    async with engine_setup(retries=0) as setup:
-        setup.fake.fault = lambda: Fault("last_chunk", after=6)
-        answer = await setup.generate(max_tokens=7)
-        assert answer.stop == "length"
-        assert is_whole(answer, 7)
-
-
-async def test_a_request_with_stop_strings_is_not_continued_by_the_server_engine() -> None:
-    async with engine_setup(retries=2) as setup:
-        setup.fake.fault = lambda: Fault("drop", after=2)
-        answer = await setup.generate(stop_strings=["x"])
-        assert answer.stop == "lost"
-        assert is_whole(answer, 2)
 
 
 @pytest.mark.parametrize("kind", ["400", "refusal"])
@@ -204,7 +123,7 @@ async def test_a_refused_request_fails_at_once(kind: FaultKind) -> None:
 
 
 async def test_a_request_without_new_tokens_is_lost_after_the_idle_deadline() -> None:
-    async with engine_setup(retries=0, idle_s=0.1) as setup:
+    async with engine_setup(idle_s=0.1) as setup:
         setup.fake.fault = lambda: Fault("hang", after=3)
         answer = await setup.generate()
         assert answer.stop == "lost"
@@ -213,7 +132,7 @@ async def test_a_request_without_new_tokens_is_lost_after_the_idle_deadline() ->
 
 async def test_the_idle_deadline_does_not_run_while_the_server_is_paused() -> None:
     transport = FakeTransport()
-    async with engine_setup(FakeServer(delay_s=0.01), transport, retries=0, idle_s=0.2) as setup:
+    async with engine_setup(FakeServer(delay_s=0.01), transport, idle_s=0.2) as setup:
         request = asyncio.create_task(setup.generate(max_tokens=50))
         await setup.until(lambda: bool(setup.fake.running))
         slow = transport.swap
@@ -228,7 +147,7 @@ async def test_the_idle_deadline_does_not_run_while_the_server_is_paused() -> No
 
 
 async def test_the_idle_deadline_restarts_when_the_server_resumes() -> None:
-    async with engine_setup(retries=0, idle_s=0.3) as setup:
+    async with engine_setup(idle_s=0.3) as setup:
         setup.fake.fault = lambda: Fault("hang", after=3)
         request = asyncio.create_task(setup.generate())
         await _begun(setup)
@@ -255,24 +174,6 @@ async def test_no_request_is_sent_while_the_server_is_paused() -> None:
         await setup.load(1)
         assert (await requests[0]).versions.tolist() == [1] * 8
         assert [received["cache_salt"] for received in setup.fake.received] == ["run.1"]
-
-
-async def test_requests_are_limited_to_the_context() -> None:
-    async with engine_setup() as setup:
-        answer = await setup.generate(max_tokens=1000)
-        assert len(answer.tokens) == 60
-        assert answer.stop == "length"
-        with pytest.raises(ContextFull):
-            await setup.engine.generate("x", np.zeros(64, dtype=np.int32), Sampling(1, 1), 0, None)
-
-
-async def test_a_request_id_cannot_be_in_flight_twice() -> None:
-    async with engine_setup(FakeServer(delay_s=0.01)) as setup:
-        first = asyncio.create_task(setup.generate())
-        await setup.until(lambda: bool(setup.fake.running))
-        with pytest.raises(RequestFailed, match=r"\br\b"):
-            await setup.generate()
-        assert is_whole(await first, 8)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -302,14 +203,6 @@ async def test_the_connection_is_closed_when_a_server_ignores_an_abort(monkeypat
         await setup.engine.abort(["r"])
         assert (await request).stop == "aborted"
         await setup.until(lambda: not setup.fake.running)
-
-
-async def test_a_waiting_request_can_be_aborted() -> None:
-    async with engine_setup() as setup:
-        request = asyncio.create_task(setup.generate(min_version=5))
-        await asyncio.sleep(0)
-        await setup.engine.abort(["r"])
-        assert (await request).stop == "aborted"
 
 
 async def test_aborting_a_request_without_tokens_closes_its_connection() -> None:
@@ -349,21 +242,6 @@ async def test_cancelling_the_caller_cancels_its_request() -> None:
         assert is_whole(await setup.generate(), 8)  # and its slot is free
 
 
-async def test_tokens_are_streamed_as_they_arrive_across_retries() -> None:
-    async with engine_setup(FakeServer(delay_s=0.01)) as setup:
-        faults = [Fault("drop", after=3)]
-        setup.fake.fault = lambda: faults.pop() if faults else None
-        request = asyncio.create_task(setup.generate(max_tokens=20))
-        await asyncio.sleep(0)
-        seen: list[int] = []
-        while len(found := await setup.engine.stream_tokens("r", len(seen))):
-            seen += found.tolist()
-        assert seen == list(range(4, 4 + len(seen)))
-        assert len(seen) > 3
-        assert is_whole(await request, 20)
-        assert len(await setup.engine.stream_tokens("r", 0)) == 0
-
-
 async def test_no_more_requests_than_the_limit_are_sent() -> None:
     async with engine_setup(FakeServer(delay_s=0.002), slots=2) as setup:
         most = 0
@@ -378,28 +256,49 @@ async def test_no_more_requests_than_the_limit_are_sent() -> None:
         assert most <= 2
 
 
+# ---------------------------------------------------------------------------------------------------------- the fleet
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.engines.fleet.FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr("outpace.engines.fleet.MAX_BACKOFF_S", 0.02)
+    monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.001)
+
+
+@pytest.mark.usefixtures("quick_retries")
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.one_of(st.none(), st.tuples(st.sampled_from(FAULTS), st.integers(0, 9))), max_size=5),
-    st.integers(0, 3),
-)
-async def test_no_token_is_missing_or_duplicated_under_any_faults(faults: list[Any], retries: int) -> None:
-    async with engine_setup(retries=retries) as setup:
+@given(st.lists(st.one_of(st.none(), st.tuples(st.sampled_from(FAULTS), st.integers(0, 9))), max_size=5))
+async def test_no_token_is_missing_or_duplicated_under_any_faults(faults: list[Any]) -> None:
+    async with engine_setup(probe_deadline_s=5.0) as setup:
         left = [None if fault is None else Fault(*fault) for fault in faults]
         setup.fake.fault = lambda: left.pop() if left else None
-        answer = await setup.generate(max_tokens=10)
-        assert is_whole(answer, len(answer.tokens))
-        assert answer.stop == ("length" if len(answer.tokens) == 10 else "lost")
+        fleet = EngineFleet({"engine-0": setup.engine})
+        answer = await fleet.generate("0.0.0", PROMPT, Sampling(10, 1), 0, None)
+        assert is_whole(answer, 10)
+        assert answer.stop == "length"
 
 
-async def test_with_five_percent_faults_few_requests_are_lost() -> None:
-    """Several faults at once make the server suspect: those requests are lost and continue on another engine."""
+@pytest.mark.usefixtures("quick_retries")
+async def test_an_answer_that_lost_only_its_last_chunk_is_complete() -> None:
+    async with engine_setup() as setup:
+        setup.fake.fault = lambda: Fault("last_chunk", after=6)
+        answer = await EngineFleet({"engine-0": setup.engine}).generate("0.0.0", PROMPT, Sampling(7, 1), 0, None)
+        assert answer.stop == "length"
+        assert is_whole(answer, 7)
+        assert len(setup.fake.received) == 1
+
+
+@pytest.mark.usefixtures("quick_retries")
+async def test_with_five_percent_faults_no_request_is_lost() -> None:
     dice = random.Random(3)
-    async with engine_setup(retries=4, slots=16, probe_s=0.05, probe_deadline_s=5.0) as setup:
+    async with engine_setup(slots=16, probe_deadline_s=5.0) as setup:
         setup.fake.fault = lambda: Fault(dice.choice(FAULTS), dice.randrange(8)) if dice.random() < 0.05 else None
-        answers = await asyncio.gather(*(setup.generate(f"r{n}") for n in range(200)))
-        assert all(is_whole(answer, len(answer.tokens)) for answer in answers)
-        assert sum(answer.stop == "lost" for answer in answers) < 20
+        fleet = EngineFleet({"engine-0": setup.engine})
+        answers = await asyncio.gather(
+            *(fleet.generate(f"{n}.0.0", PROMPT, Sampling(8, 1), 0, None) for n in range(200))
+        )
+        assert all(is_whole(answer, 8) and answer.stop == "length" for answer in answers)
         assert (await setup.engine.stats()).retries > 0
 
 
@@ -443,15 +342,6 @@ async def test_without_version_spans_tokens_have_the_version_of_their_request() 
         await setup.until(lambda: bool(setup.fake.running))
         await setup.load(1)
         assert (await request).versions.tolist() == [0] * 30
-
-
-async def test_requests_wait_for_their_min_version() -> None:
-    async with engine_setup() as setup:
-        request = asyncio.create_task(setup.generate(min_version=2))
-        await setup.load(1)
-        assert not request.done()
-        await setup.load(2)
-        assert (await request).versions.tolist() == [2] * 8
 
 
 async def test_a_stale_server_serves_nothing_before_its_first_load() -> None:
@@ -564,15 +454,6 @@ async def test_closing_the_engine_during_an_update_resumes_the_server() -> None:
             await update
 
 
-async def test_loading_an_older_version_is_refused() -> None:
-    async with engine_setup() as setup:
-        await setup.load(3)
-        with pytest.raises(UpdateFailed, match="version 2"):
-            await setup.load(2)
-        await setup.load(3)
-        assert (await setup.generate()).versions.tolist() == [3] * 8
-
-
 async def test_preemptions_caused_by_kv_recompute_do_not_lower_the_limit() -> None:
     async with engine_setup(FakeServer(delay_s=0.01), kv="recompute", slots=8, probe_s=0.02) as setup:
         requests = [asyncio.create_task(setup.generate(f"r{n}", max_tokens=60)) for n in range(4)]
@@ -615,13 +496,15 @@ async def test_foreign_weights_discard_the_tokens_of_all_running_requests() -> N
         assert len(lost.tokens) == 0
 
 
-async def test_a_complete_segment_sampled_from_foreign_weights_can_be_discarded() -> None:
-    segment = RequestSegment(ServerRequest("a", PROMPT, Sampling(2, 1), "salt"), 1, spans=True)
-    segment.take(Piece([4, 5], [-0.5, -0.5], stop="length"))
-    segment.discard()
-    assert segment.generation().stop == "lost"
-    assert len(segment.generation().tokens) == 0
-    assert segment.end_reason == "lost"
+async def test_foreign_weights_discard_an_answer_that_is_complete_but_not_returned() -> None:
+    request = ActiveRequest("a", trust_spans=True)
+    reader = asyncio.create_task(asyncio.Event().wait())
+    request.send(ServerRequest("a.1", PROMPT, Sampling(2, 1), "salt"), 1, reader)  # type: ignore[arg-type]
+    request.take(Piece([4, 5], [-0.5, -0.5], stop="length"))
+    request.discard()
+    assert len(request.generation("lost").tokens) == 0
+    assert request.stop is None
+    assert request.end_reason == "lost"
 
 
 async def test_weights_loaded_by_another_run_are_detected() -> None:
@@ -744,7 +627,7 @@ async def test_a_suspect_server_is_checked_for_a_restart_before_it_serves_again(
     monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.01)
     monkeypatch.setattr("outpace.engines.server.health._METRICS_S", 600.0)
     routes = ["/inference/v1/generate", "/pause", "/abort_requests"]  # the server reports no versions
-    async with engine_setup(FakeServer(routes=routes), retries=0) as setup:
+    async with engine_setup(FakeServer(routes=routes)) as setup:
         await setup.until(lambda: "/metrics" in setup.fake.calls)
         await setup.load(1)
         setup.fake.fault = lambda: Fault("500")
@@ -765,7 +648,7 @@ async def test_invalid_metrics_do_not_stop_the_metrics_loop() -> None:
 
 async def test_a_passed_probe_clears_the_suspicion_caused_by_failed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.01)
-    async with engine_setup(retries=0) as setup:
+    async with engine_setup() as setup:
         setup.fake.fault = lambda: Fault("500")
         for name in "abc":
             assert (await setup.generate(name)).stop == "lost"

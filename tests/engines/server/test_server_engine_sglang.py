@@ -7,62 +7,32 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from engines.server.sglang_protocol import EOS, Sglang
+from engines.implementations import SGLANG_VOCABULARY, SglangPublisher, server_engine, sglang_model, sglang_table
+from engines.server.sglang_protocol import Sglang
 from outpace.engines.fleet import EngineFleet
-from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import Transport
-from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
+from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.sglang import SglangServer
-from outpace.engines.server.state import HealthMachine
 from outpace.engines.server.transports import SglangAdapters, SglangFiles
 from outpace.errors import CorruptData, UpdateTorn
-from outpace.types import Generation, LoraAdapter, Manifest, Sampling
-from outpace.weights.shared_memory import SnapshotWriter
+from outpace.types import Generation, Manifest, Sampling
 
 pytestmark = pytest.mark.timeout(120)
 
-VOCABULARY = 8
 LONG = 50
 PROMPT = np.array([1, 3], dtype=np.int32)
 
 
-def table(version: int) -> torch.Tensor:
-    logits = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(version))
-    logits[:, EOS] = -60.0
-    return logits
-
-
 def expected(version: int, tokens: list[int]) -> Any:
     """Return the logprobs of all tokens except the first."""
-    rows = torch.log_softmax(table(version).double(), dim=-1)
+    rows = torch.log_softmax(sglang_table(version).double(), dim=-1)
     return rows[tokens[:-1], tokens[1:]].numpy()
-
-
-class Learner:
-    """Publishes tables of logits, or adapters, the way the learner publishes weights."""
-
-    def __init__(self, directory: Path) -> None:
-        self._tables = SnapshotWriter(directory, "run")
-        self._adapters = SnapshotWriter(directory / "adapters", "run")
-
-    def publish(self, version: int) -> Manifest:
-        return self._tables.publish(version, {"logits": table(version)}, [])
-
-    def publish_adapter(self, version: int, lift: float) -> Manifest:
-        """Publish an adapter that favors high token ids."""
-        names = ("base_model.model.q_proj.lora_A.weight", "base_model.model.q_proj.lora_B.weight")
-        plain = self._adapters.publish(version, {names[0]: torch.full((1, 1), lift), names[1]: torch.zeros(1, 1)}, [])
-        return Manifest(**{**_fields(plain), "adapter": LoraAdapter(rank=1, alpha=2.0, targets=["q_proj"])})
-
-
-def _fields(manifest: Manifest) -> dict[str, Any]:
-    return {name: getattr(manifest, name) for name in manifest.__struct_fields__}
 
 
 def damage(manifest: Manifest) -> None:
@@ -76,33 +46,25 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.learner = Learner(directory / "learner")
+        self.learner = SglangPublisher(directory)
         self.servers: list[Sglang] = []
         self.engines: list[ServerEngine] = []
 
-    async def start_engine(self, *, adapters: bool = False, **settings: Any) -> tuple[Sglang, ServerEngine]:
+    async def start_engine(
+        self, *, adapters: bool = False, slots: int = 8, **settings: Any
+    ) -> tuple[Sglang, ServerEngine]:
         number = len(self.engines)
-        server = Sglang(self._model())
+        server = Sglang(sglang_model(self._directory))
         await server.start()
         http = HttpClient(server.url, retries=0)
         make = SglangAdapters if adapters else SglangFiles
         transport: Transport = make(http, 10, self._directory / f"files-{number}")
-        settings = {"retries": 0, "control_s": 10.0, "pins": adapters, "context": server.context, **settings}
-        engine = ServerEngine(
-            SglangServer(http, control_s=10), transport, HealthMachine(), ConcurrencyLimit(8),
-            ServerEngineSettings(f"engine-{number}", "run", **settings),
-        )  # fmt: skip
+        settings = {"version": 0, "pins": adapters, "context": server.context, **settings}
+        engine = server_engine(SglangServer(http, control_s=10), transport, slots, **settings)
         self.servers.append(server)
         self.engines.append(engine)
         await engine.start()
         return server, engine
-
-    def _model(self) -> Path:
-        """Write the initial model of the servers: version 0."""
-        folder = self._directory / "model"
-        folder.mkdir(exist_ok=True)
-        save_file({"logits": table(0)}, folder / "model.safetensors")
-        return folder
 
     def left_files(self) -> list[Path]:
         return [path for path in self._directory.glob("files-*/**/*") if path.is_file()]
@@ -110,7 +72,6 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    (tmp_path / "learner" / "adapters").mkdir(parents=True)
     cluster = Cluster(tmp_path)
     yield cluster
     for engine in cluster.engines:
@@ -140,9 +101,9 @@ def sequence(answer: Generation) -> list[int]:
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 async def test_weights_change_during_an_answer_and_every_token_records_its_version(cluster: Cluster, kv: str) -> None:
     server, engine = await cluster.start_engine(kv=kv)
-    answering = submit(engine)
+    answering = submit(EngineFleet({"engine-0": engine}))
     await until(streams(server))
-    report = await engine.load(cluster.learner.publish(1), pinned=False)
+    report = await engine.load(cluster.learner.model(1), pinned=False)
     answer = await answering
     assert answer.stop == "length"
     assert len(answer.tokens) == LONG
@@ -150,13 +111,50 @@ async def test_weights_change_during_an_answer_and_every_token_records_its_versi
     assert (np.diff(answer.versions) >= 0).all()
     fresh = np.flatnonzero(answer.versions)  # strict: weights may be newer than the recorded version, never older
     assert np.allclose(answer.logprobs[fresh], expected(1, sequence(answer))[fresh], atol=1e-5)
-    assert report.bytes == VOCABULARY * VOCABULARY * 4
-    assert 0 < report.pause_s <= report.seconds
+    assert report.bytes == SGLANG_VOCABULARY * SGLANG_VOCABULARY * 4
+    assert len(server.seen) == (1 if kv == "keep" else 2)
+
+
+async def test_to_recompute_a_request_ends_as_interrupted_with_the_tokens_so_far(cluster: Cluster) -> None:
+    server, engine = await cluster.start_engine(kv="recompute")
+    answering = submit(engine)
+    await until(streams(server))
+    await engine.load(cluster.learner.model(1), pinned=False)
+    answer = await answering
+    assert answer.stop == "interrupted"
+    assert 3 <= len(answer.tokens) < LONG
+    assert answer.versions.tolist() == [0] * len(answer.tokens)
+    stats = await engine.stats()
+    assert (stats.health, stats.retries) == ("healthy", 0)
+
+
+async def test_an_interrupted_request_continues_before_requests_that_were_waiting(cluster: Cluster) -> None:
+    server, engine = await cluster.start_engine(kv="recompute", slots=1)
+    fleet = EngineFleet({"engine-0": engine})
+    answering = submit(fleet, "1.0.0")
+    await until(streams(server))
+    waiting = submit(fleet, "2.0.0", tokens=4)
+    await engine.load(cluster.learner.model(1), pinned=False)
+    assert len((await answering).tokens) == LONG
+    assert len((await waiting).tokens) == 4
+    lengths = [len(request.body["input_ids"]) for request in server.seen]
+    assert lengths[0] == lengths[2] == len(PROMPT) < lengths[1]
+
+
+async def test_after_a_recompute_the_cache_contains_nothing_of_the_older_weights(cluster: Cluster) -> None:
+    server, engine = await cluster.start_engine(kv="recompute")
+    fleet = EngineFleet({"engine-0": engine})
+    answering = [submit(fleet, f"{group}.0.0") for group in range(2)]
+    await until(streams(server))
+    await engine.load(cluster.learner.model(1), pinned=False)
+    await asyncio.gather(*answering)
+    assert len({weights for _, weights in server.caches}) == 1
+    assert len({salt for salt, _ in server.caches}) == 1
 
 
 async def test_requests_after_an_update_use_only_the_new_weights_and_no_files_are_left(cluster: Cluster) -> None:
     _, engine = await cluster.start_engine()
-    await engine.load(cluster.learner.publish(1), pinned=False)
+    await engine.load(cluster.learner.model(1), pinned=False)
     answer = await submit(engine)
     assert set(answer.versions.tolist()) == {1}
     assert np.allclose(answer.logprobs, expected(1, sequence(answer)), atol=1e-5)
@@ -166,7 +164,7 @@ async def test_requests_after_an_update_use_only_the_new_weights_and_no_files_ar
 
 async def test_a_damaged_snapshot_is_refused_and_leaves_the_weights_unchanged(cluster: Cluster) -> None:
     _, engine = await cluster.start_engine()
-    manifest = cluster.learner.publish(1)
+    manifest = cluster.learner.model(1)
     damage(manifest)
     with pytest.raises(CorruptData):
         await engine.load(manifest, pinned=False)
@@ -177,38 +175,27 @@ async def test_a_damaged_snapshot_is_refused_and_leaves_the_weights_unchanged(cl
 
 async def test_after_an_update_that_fails_in_the_server_it_serves_nothing_until_the_next_load(cluster: Cluster) -> None:
     _, engine = await cluster.start_engine()
-    manifest = cluster.learner.publish(1)
-    nameless = [type(spec)(**{**_fields(spec), "name": "else"}) for spec in manifest.tensors]  # type: ignore[arg-type]
+    manifest = cluster.learner.model(1)
+    nameless = [msgspec.structs.replace(spec, name="else") for spec in manifest.tensors]
     with pytest.raises(UpdateTorn, match="version 1"):
-        await engine.load(Manifest(**{**_fields(manifest), "tensors": nameless}), pinned=False)
+        await engine.load(msgspec.structs.replace(manifest, tensors=nameless), pinned=False)
     assert (await engine.stats()).health == "stale"
     answering = submit(engine)
-    await engine.load(cluster.learner.publish(2), pinned=False)
+    await engine.load(cluster.learner.model(2), pinned=False)
     assert set((await answering).versions.tolist()) == {2}
 
 
 async def test_adapters_coexist_and_are_removed_when_no_request_uses_them(cluster: Cluster) -> None:
     server, engine = await cluster.start_engine(adapters=True)
-    await engine.load(cluster.learner.publish_adapter(1, 0.0), pinned=False)
+    await engine.load(cluster.learner.adapter(1, 0.0), pinned=False)
     first = submit(engine)
     await until(streams(server))
-    await engine.load(cluster.learner.publish_adapter(2, 9.0), pinned=False)
+    await engine.load(cluster.learner.adapter(2, 9.0), pinned=False)
     second = await submit(engine, "2.0.0")
     assert set(second.versions.tolist()) == {2}
-    assert set(second.tokens.tolist()) == {VOCABULARY - 1}
+    assert set(second.tokens.tolist()) == {SGLANG_VOCABULARY - 1}
     assert set((await first).versions.tolist()) == {1}
     await until(lambda: server.adapters == ["outpace-run-2"])
-
-
-async def test_an_abort_returns_the_partial_output(cluster: Cluster) -> None:
-    server, engine = await cluster.start_engine()
-    answering = submit(engine)
-    await until(streams(server))
-    await engine.abort(["1.0.0"])
-    answer = await answering
-    assert answer.stop == "aborted"
-    assert 3 <= len(answer.tokens) < LONG
-    assert np.allclose(answer.logprobs, expected(0, sequence(answer)), atol=1e-5)
 
 
 async def test_when_one_of_two_servers_dies_its_requests_continue_on_the_other(cluster: Cluster) -> None:
@@ -221,5 +208,4 @@ async def test_when_one_of_two_servers_dies_its_requests_continue_on_the_other(c
         assert answer.stop == "length"
         assert len(answer.tokens) == LONG
         assert np.allclose(answer.logprobs, expected(0, sequence(answer)), atol=1e-5)
-    assert fleet.moves > 0
     assert "127.0.0.1" in str(await cluster.engines[0].broken())

@@ -20,8 +20,7 @@ from outpace.engines.server.protocol import STALE
 from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
 from outpace.engines.server.state import HealthMachine
 from outpace.engines.server.transports import FilesTransport
-from outpace.engines.server.vllm import VllmServer
-from outpace.engines.server.vllm_replies import COMPLETIONS, GENERATE
+from outpace.engines.server.vllm import COMPLETIONS, GENERATE, VllmServer
 from outpace.errors import ContextFull, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
 from outpace.types import Generation, Manifest, Sampling

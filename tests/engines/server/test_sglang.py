@@ -240,25 +240,20 @@ async def test_with_kv_keep_the_same_request_continues_after_a_swap(start: Start
 
 
 @pytest.mark.parametrize("streaming", ["cumulative", "incremental"])
-async def test_with_kv_recompute_requests_are_resent_with_their_output_and_another_cache_salt(
+async def test_with_kv_recompute_requests_end_as_interrupted_and_the_cache_is_empty(
     start: Start, tmp_path: Path, streaming: Any
 ) -> None:
     theirs, ours = await start(streaming=streaming)
-    theirs.weights = "0"
     await ours.label(0)
     answering = [asyncio.create_task(answer(ours, make_request(name, LONG))) for name in ("a", "b")]
     await under_way(theirs, 2)
     await swap(theirs, ours, a_model(tmp_path / "1", 1), 1, recompute=True)
     for tokens, logprobs, last in await asyncio.gather(*answering):
-        assert last.stop == "length"
-        assert len(tokens) == len(logprobs) == LONG
-        assert last.spans is not None
-        assert [(version, end) for version, _, end in last.spans][-1] == (1, LONG)
-        assert last.spans[0][:2] == (0, 0)
-    again = theirs.seen[2:]
-    assert len(again) == 2
-    assert all(len(request.body["input_ids"]) > 2 for request in again)
-    assert {weights for _, weights in theirs.caches} == {"1"}, "the cache contains nothing from the older weights"
+        assert last.stop == "interrupted"
+        assert 3 <= len(tokens) == len(logprobs) < LONG
+        assert last.spans == [(0, 0, len(tokens))]
+    assert len(theirs.seen) == 2
+    assert not theirs.caches
 
 
 # -------------------------------------------------------------------------------------------------------- facts

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.engines.server.sglang_replies import ChunkReader
+from outpace.engines.server.sglang import ChunkReader
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused
 
 Way = Literal["all", "fresh", "both"]

@@ -13,8 +13,7 @@ import pytest
 from engines.server.fake_server import ROUTES, FakeServer, Fault, FaultKind
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import STALE, Piece, Pressure, ServerRequest
-from outpace.engines.server.vllm import VllmServer
-from outpace.engines.server.vllm_replies import COMPLETIONS, GENERATE, parse_chunk, request_body
+from outpace.engines.server.vllm import COMPLETIONS, GENERATE, VllmServer, parse_chunk, request_body
 from outpace.errors import ServerFaulty, ServerRefused, ServerSilent
 from outpace.types import Sampling
 

@@ -24,9 +24,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from outpace.engines.continuation import Decode, StopStrings
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
 from outpace.engines.embedded.sampling import sample
+from outpace.engines.generation import Decode, StopStrings
 from outpace.errors import ContextFull, RequestFailed, plural
 from outpace.runtime.rng import SEED_MASK, uniform_noise
 from outpace.types import Generation, Ints, Sampling, StopReason, Version

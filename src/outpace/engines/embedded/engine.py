@@ -8,14 +8,14 @@ The compute thread sleeps on a condition variable while no batch has work; a req
 event loop never blocks on it and only awaits futures. An exception on the compute thread fails every pending request
 and every later call, and resolves `broken`: a failed engine reports the error, it does not hang.
 
-Streaming: `stream_tokens` queues a `StreamRequest`, which is answered after the turn that produced new tokens. Nothing
-is computed or sent for requests without a reader.
+Streaming: the first `stream_tokens` of a request makes the compute thread send its new tokens after every turn. Nothing
+is sent for requests without a reader.
 
 Invariants
 - Only the compute thread touches decode batches and decoders, so every weight swap happens at a token boundary.
   Reading, verifying and laying out a snapshot happen before the swap, on a helper thread.
-- Only the event loop touches `_pending_requests`, `_calls` and `_stream_futures`. Set `_loop` before adding to them:
-  the compute thread needs it to report a failure.
+- Only the event loop touches `_in_flight`, `_pending` and `_calls`. Set `_loop` before adding to them: the compute
+  thread needs it to report a failure.
 - A request id may be reused while the result of its first submission is still pending, for example after a lost
   connection. Each submission therefore has its own key, and an id means its newest pending submission.
 """
@@ -28,21 +28,20 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outpace.engines.continuation import Decode
-from outpace.engines.embedded.decode_batch import FinishedRequest, GenerationRequest, KvPolicy
+from outpace.engines.embedded.decode_batch import FinishedRequest, KvPolicy
 from outpace.engines.embedded.decoder import DecoderWeights
 from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder, tune_threads
 from outpace.engines.embedded.weight_sets import STALE, WeightSets
+from outpace.engines.generation import Decode, OpenStreams, TokenStream
 from outpace.errors import ComponentFailed, OutpaceError, RequestFailed
 from outpace.hardware.cores import CoreSharing
 from outpace.models.loading import load_model, load_tokenizer, set_up_device
@@ -52,100 +51,22 @@ from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, S
 from outpace.weights.shared_memory import read_snapshot
 
 
-class PendingRequests:
-    """Futures of the pending requests. Event loop only.
+class PendingRequest(TokenStream):
+    """A submitted request. `key` identifies the submission on the compute thread, where its id may occur twice."""
 
-    The compute thread identifies a submission by its key, callers by a request id, which may be reused.
-    """
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+        self.streams = False  # whether the compute thread sends its tokens
+        self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
-    def __init__(self) -> None:
-        self._serial = itertools.count()
-        self._keys: dict[str, str] = {}  # request id -> key of its newest submission
-        self._answers: dict[str, asyncio.Future[Generation]] = {}  # by key
-
-    def __len__(self) -> int:
-        return len(self._answers)
-
-    def reject_duplicate(self, request_id: str) -> None:
-        if request_id in self._keys:
-            raise RequestFailed(f"request {request_id} is already in flight")
-
-    def new_key(self, request_id: str) -> str:
-        return f"{request_id} #{next(self._serial)}"
-
-    async def answer(self, request_id: str, key: str) -> Generation:
-        """Wait for the result of the submission with this key."""
-        self._keys[request_id] = key
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._answers[key] = future
-        try:
-            return await future
-        finally:
-            del self._keys[request_id], self._answers[key]
-
-    def keys_of(self, request_ids: Iterable[str]) -> set[str]:
-        """Return the keys of those requests that are still pending."""
-        return {self._keys[request_id] for request_id in request_ids if request_id in self._keys}
-
-    def deliver(self, finished: Iterable[FinishedRequest]) -> None:
-        for done in finished:
-            future = self._answers.get(done.id)
-            if future is None or future.done():
-                continue  # the caller is gone
-            if isinstance(done.result, Generation):
-                future.set_result(done.result)
-            else:
-                future.set_exception(done.result)
-
-    def fail(self, error: OutpaceError) -> None:
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(error)
-
-
-@dataclass(frozen=True, eq=False)
-class StreamRequest:
-    """A reader waits for the tokens of a request beyond the first `after`."""
-
-    request_id: str
-    after: int
-    answer: asyncio.Future[Ints]
-
-
-StreamedTokens = tuple[StreamRequest, Ints]
-
-
-class StreamRequests:
-    """Stream requests that wait for new tokens. Compute thread only.
-
-    Their futures belong to the event loop; this class only reads whether they are done.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[StreamRequest] = []
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, stream_request: StreamRequest) -> None:
-        self._waiting.append(stream_request)
-
-    def pop_ready(self, active_requests: Mapping[str, GenerationRequest]) -> list[StreamedTokens]:
-        """Remove and return the stream requests that can be answered now.
-
-        A request that is not active gets no tokens."""
-        found: list[StreamedTokens] = []
-        remaining: list[StreamRequest] = []
-        for waiting in self._waiting:
-            request = active_requests.get(waiting.request_id)
-            if request is None:
-                found.append((waiting, np.zeros(0, dtype=np.int32)))
-            elif len(request.tokens) > waiting.after:
-                found.append((waiting, np.array(request.tokens[waiting.after :], dtype=np.int32)))
-            elif not waiting.answer.done():
-                remaining.append(waiting)
-        self._waiting = remaining
-        return found
+    def deliver(self, result: Generation | RequestFailed) -> None:
+        if isinstance(result, Generation):
+            if self.streams:
+                self.add(result.tokens[len(self.tokens) :].tolist())
+            self.answer.set_result(result)
+        else:
+            self.answer.set_exception(result)
 
 
 T = TypeVar("T")
@@ -193,16 +114,17 @@ class EmbeddedEngine:
         counted = self._threads if self._on_cpu else None
         self._work, self._eval_work = Stopwatch(counted), Stopwatch(counted)
 
-        self._pending_requests = PendingRequests()
+        self._in_flight: OpenStreams[PendingRequest] = OpenStreams()
+        self._pending: dict[str, PendingRequest] = {}  # by key
+        self._serial = itertools.count()
         self._calls: set[Future[Any]] = set()
-        self._stream_futures: set[asyncio.Future[Ints]] = set()
         self._failure_future: asyncio.Future[ComponentFailed] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._load_lock = asyncio.Lock()
 
         self._condition = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._stream_requests = StreamRequests()
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._streamed: dict[str, int] = {}  # key -> number of tokens sent to the event loop
         self._closing = False
         self._turns = 0
         self._failure: ComponentFailed | None = None
@@ -216,33 +138,30 @@ class EmbeddedEngine:
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
         self._loop = asyncio.get_running_loop()
-        self._pending_requests.reject_duplicate(request_id)
-        key = self._pending_requests.new_key(request_id)
-        self._post(lambda: self._weight_sets.submit(key, token_ids, sampling, min_version, pinned))
-        try:
-            return await self._pending_requests.answer(request_id, key)
-        except asyncio.CancelledError:
-            if self._failure is None and not self._closing:
-                self._post(lambda: self._weight_sets.abort({key}))
-            raise
+        key = f"{request_id} #{next(self._serial)}"
+        with self._in_flight.open(request_id, PendingRequest(key)) as pending:
+            self._post(lambda: self._weight_sets.submit(key, token_ids, sampling, min_version, pinned))
+            self._pending[key] = pending
+            try:
+                return await pending.answer
+            except asyncio.CancelledError:
+                if self._failure is None and not self._closing:
+                    self._post(lambda: self._weight_sets.abort({key}))
+                raise
+            finally:
+                del self._pending[key]
 
     async def abort(self, request_ids: list[str]) -> None:
-        keys = self._pending_requests.keys_of(request_ids)
+        keys = {pending.key for pending in self._in_flight.of(request_ids)}
         self._post(lambda: self._weight_sets.abort(keys))
 
     async def stream_tokens(self, request_id: str, after: int) -> Ints:
         self._raise_if_unusable()
-        keys = self._pending_requests.keys_of([request_id])
-        if not keys:
-            return np.zeros(0, dtype=np.int32)
-        self._loop = asyncio.get_running_loop()
-        stream_request = StreamRequest(keys.pop(), after, self._loop.create_future())
-        self._post(lambda: self._stream_requests.add(stream_request))
-        self._stream_futures.add(stream_request.answer)
-        try:
-            return await stream_request.answer
-        finally:
-            self._stream_futures.discard(stream_request.answer)
+        for pending in self._in_flight.of([request_id]):
+            if not pending.streams:
+                pending.streams = True
+                self._post(partial(self._streamed.setdefault, pending.key, 0))
+        return await self._in_flight.read(request_id, after)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         async with self._load_lock:
@@ -315,7 +234,7 @@ class EmbeddedEngine:
         if self._closing:
             raise RequestFailed("the engine is closed")
 
-    def _post(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], object]) -> None:
         with self._condition:
             self._raise_if_unusable()
             self._inbox.append(command)
@@ -337,17 +256,19 @@ class EmbeddedEngine:
         finally:
             self._calls.discard(future)
 
-    def _deliver(self, finished: list[FinishedRequest], streamed: list[StreamedTokens]) -> None:
-        for stream_request, tokens in streamed:
-            if not stream_request.answer.done():
-                stream_request.answer.set_result(tokens)
-        self._pending_requests.deliver(finished)
+    def _deliver(self, finished: list[FinishedRequest], streamed: dict[str, list[int]]) -> None:
+        for key, tokens in streamed.items():
+            if key in self._pending:
+                self._pending[key].add(tokens)
+        for done in finished:
+            pending = self._pending.get(done.id)
+            if pending is not None and not pending.answer.done():  # else the caller is gone
+                pending.deliver(done.result)
 
     def _fail_pending(self, error: OutpaceError) -> None:
-        self._pending_requests.fail(error)
-        for future in self._stream_futures:
-            if not future.done():
-                future.set_exception(error)
+        for pending in self._pending.values():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
         for call in self._calls:
             if not call.done():
                 call.set_exception(error)
@@ -398,10 +319,21 @@ class EmbeddedEngine:
         return sharing.comparing(max(1, sum(batch.running for batch in self._weight_sets.all)))
 
     def _flush(self) -> None:
-        streamed = self._stream_requests.pop_ready(self._weight_sets.active_requests()) if self._stream_requests else []
+        streamed = self._take_streamed() if self._streamed else {}
         if (self._weight_sets.finished or streamed) and self._loop is not None:
             finished, self._weight_sets.finished = self._weight_sets.finished, []
             self._wake(lambda: self._deliver(finished, streamed))
+
+    def _take_streamed(self) -> dict[str, list[int]]:
+        """Return the new tokens of every request with a reader, by key."""
+        active, found = self._weight_sets.active_requests(), {}
+        for key, sent in list(self._streamed.items()):
+            if key not in active:
+                del self._streamed[key]
+            elif new := active[key].tokens[sent:]:
+                found[key] = new
+                self._streamed[key] += len(new)
+        return found
 
     def _wake(self, callback: Callable[[], None]) -> None:
         if self._loop is not None and not self._loop.is_closed():

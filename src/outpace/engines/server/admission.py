@@ -1,7 +1,8 @@
 """Admission of requests to one server: queue, concurrency limit and loaded versions.
 
 A request starts when its weight version is loaded and fewer than `limit` requests are running. Requests that may start
-do so in order of arrival. Call `wake` after changing health, weights or the limit; there is no polling.
+do so in order of arrival. An interrupted request keeps its slot until it is sent again, so that requests which arrived
+later cannot overtake it. Call `wake` after changing health, weights or the limit; there is no polling.
 
 ConcurrencyLimit adapts the limit to the load that the server reports. With too many requests the server preempts:
 it drops KV cache and computes it again. With too few it idles. A request that waits here can still be moved to another
@@ -37,11 +38,15 @@ from outpace.types import Version
 Admitted = Literal["admitted"]
 EarlyStop = Literal["aborted", "lost"]
 
+KEEP_SLOT_S = 2.0
+"""How long the slot of an interrupted request is kept: far longer than its caller takes to send it again."""
+
 
 @dataclass(eq=False)
 class _WaitingRequest:
     name: str
     may_enter: Callable[[], bool]
+    has_slot: bool
     decided: asyncio.Future[Admitted | EarlyStop]
 
 
@@ -50,8 +55,9 @@ class AdmissionQueue:
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
-        self._waiting: list[_WaitingRequest] = []
-        self.running = 0
+        self._waiting: list[_WaitingRequest] = []  # those with a slot first
+        self._kept: dict[str, asyncio.TimerHandle] = {}  # slots of interrupted requests, by request
+        self.running = 0  # slots in use, including kept ones
 
     @property
     def waiting(self) -> int:
@@ -59,14 +65,17 @@ class AdmissionQueue:
 
     async def enter(self, name: str, may_enter: Callable[[], bool]) -> Admitted | EarlyStop:
         """Wait for admission, or for `end`. A `RequestFailed` raised by `may_enter` propagates to the caller."""
-        waiting = _WaitingRequest(name, may_enter, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            kept.cancel()
+        waiting = _WaitingRequest(name, may_enter, kept is not None, asyncio.get_running_loop().create_future())
+        self._waiting.insert(0 if waiting.has_slot else len(self._waiting), waiting)
         self.wake()
         try:
             return await waiting.decided
         except asyncio.CancelledError:
             if waiting in self._waiting:
-                self._waiting.remove(waiting)
+                self._remove(waiting)
             elif _admitted(waiting.decided):
                 self.leave()
             raise
@@ -75,10 +84,18 @@ class AdmissionQueue:
         self.running -= 1
         self.wake()
 
+    def leave_interrupted(self, name: str) -> None:
+        """Leave, but keep the slot for KEEP_SLOT_S, until the same request enters again."""
+        self._kept[name] = asyncio.get_running_loop().call_later(KEEP_SLOT_S, self._release, name)
+
+    def _release(self, name: str) -> None:
+        del self._kept[name]
+        self.leave()
+
     def wake(self) -> None:
         """Admit every waiting request that may start now, in order of arrival."""
         for waiting in list(self._waiting):
-            if self.running >= self._limit():
+            if not waiting.has_slot and self.running >= self._limit():
                 return
             self._try_admit(waiting)
 
@@ -89,7 +106,8 @@ class AdmissionQueue:
         except RequestFailed as error:
             self._decide(waiting, error)
         else:
-            self.running += 1
+            self.running += not waiting.has_slot
+            waiting.has_slot = True
             self._decide(waiting, "admitted")
 
     def end(self, how: EarlyStop, names: set[str] | None = None) -> None:
@@ -99,14 +117,21 @@ class AdmissionQueue:
                 self._decide(waiting, how)
 
     def _decide(self, waiting: _WaitingRequest, what: Admitted | EarlyStop | RequestFailed) -> None:
-        self._waiting.remove(waiting)
+        if what == "admitted" and not waiting.decided.done():
+            self._waiting.remove(waiting)
+        else:
+            self._remove(waiting)
         if waiting.decided.done():  # cancelled concurrently
-            if what == "admitted":
-                self.running -= 1
-        elif isinstance(what, RequestFailed):
+            return
+        if isinstance(what, RequestFailed):
             waiting.decided.set_exception(what)
         else:
             waiting.decided.set_result(what)
+
+    def _remove(self, waiting: _WaitingRequest) -> None:
+        """Remove a request that is not admitted, and free its slot if it has one."""
+        self._waiting.remove(waiting)
+        self.running -= waiting.has_slot
 
 
 def _admitted(decided: asyncio.Future[Admitted | EarlyStop]) -> bool:

@@ -196,7 +196,6 @@ def _make_engine(
         incarnation=place.incarnation,
         version=STALE if stale or process is None else 0,
         context=min((most for most in (engine.context, facts.context) if most is not None), default=None),
-        retries=engine.retries,
         idle_s=engine.idle_s,
         control_s=engine.control_s,
         probe_s=engine.probe_s,

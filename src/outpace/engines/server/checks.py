@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.engines.server.commands import check_version, vllm_lora_rank
-from outpace.engines.server.protocol import Server, ServerFacts, ServerRequirements
+from outpace.engines.server.protocol import ServerFacts, ServerRequirements
+from outpace.engines.server.server_base import Server
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
 from outpace.models.loading import load_tokenizer
 

@@ -12,7 +12,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 
 from outpace.errors import ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
+from outpace.runtime.async_tools import backoff_s
 
 
 class EventStreamParser:
@@ -60,7 +60,7 @@ class EventStreamParser:
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
-_BACKOFF_S = 0.25  # backoff before the first retry; doubles with each retry, +-50% jitter
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S, _JITTER = 0.25, 8.0, 0.5
 _KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a request sent on a connection the server is closing would be lost
 _ERROR_BODY_S = 10.0  # timeout for the body of an error response
 _BUSY = frozenset({408, 429})
@@ -179,19 +179,14 @@ class HttpClient:
 
 async def with_retries(call: Callable[[], Awaitable[T]], retries: int) -> T:
     """Await `call`, retrying up to `retries` times on failure. A rejection (`ServerRefused`) is not retried."""
-    for attempt in range(retries):
+    for failures in range(1, retries + 1):
         try:
             return await call()
         except ServerRefused:
             raise
         except ServerFailed:
-            await asyncio.sleep(backoff_s(attempt))
+            await asyncio.sleep(backoff_s(failures, _FIRST_BACKOFF_S, _MAX_BACKOFF_S, _JITTER))
     return await call()
-
-
-def backoff_s(attempt: int) -> float:
-    """Seconds of backoff before the next attempt, with jitter."""
-    return _BACKOFF_S * float(2 ** min(attempt, 5)) * random.uniform(0.5, 1.5)
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
@@ -227,17 +222,22 @@ async def _error_of(where: str, response: aiohttp.ClientResponse, within_s: floa
             message_body = await response.content.read(4096)
     except TimeoutError:
         message_body = b"(no response body)"
-    return _status_error(where, response, message_body)
+    return _response_error(where, response, message_body)
 
 
-def _status_error(where: str, response: aiohttp.ClientResponse, body: bytes) -> ServerFailed:
+def _response_error(where: str, response: aiohttp.ClientResponse, body: bytes) -> ServerFailed:
     """The error for a response that is not a success. Redirects are rejected: they would drop the posted body."""
     status = response.status
     if status < 400:
         target = response.headers.get("Location", "elsewhere")
         return ServerRefused(f"{where}: the server redirects to {one_line(target)}; use that address instead", status)
     message = f"{where}: {status} {response.reason or ''}".rstrip() + f": {_error_message(body)}"
-    return ServerFaulty(message) if status >= 500 or status in _BUSY else ServerRefused(message, status)
+    return status_error(message, status)
+
+
+def status_error(message: str, status: int) -> ServerFailed:
+    """The error for an error status: rejected if it is a client error that a repetition would not fix."""
+    return ServerRefused(message, status) if 400 <= status < 500 and status not in _BUSY else ServerFaulty(message)
 
 
 def _error_message(body: bytes) -> str:

@@ -38,7 +38,7 @@ from outpace.engines.server.commands import (
     server_python,
 )
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import Server
+from outpace.engines.server.server_base import Server
 from outpace.engines.server.server_process import (
     HOST,
     ServerProcess,

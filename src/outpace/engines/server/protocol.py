@@ -1,8 +1,8 @@
-"""Interfaces between the parts of a server engine, and checks common to all server responses.
+"""Data and interfaces between the parts of a server engine.
 
-    ServerEngine ── the Engine protocol over one server: admission, retries, health, weight updates, partial output
+    ServerEngine ── the Engine protocol over one server: admission, requests, health, weight updates
       │
-      ├── Server         protocol of one kind of server: requests, abort, pause, metrics (vLLM, SGLang)
+      ├── Server         client of one kind of server: requests, abort, pause, metrics (`server_base`; vLLM, SGLang)
       ├── Transport      transfers a snapshot: `prepare` while the server samples, `swap` while it is paused
       └── ServerProcess  the server process, if this run launched it
 
@@ -11,12 +11,9 @@ A server engine runs in its own process next to its server. It holds no tensors 
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
-from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
 from outpace.types import Ints, Manifest, Sampling, StopReason, Version
 
 STALE: Final[Version] = -1
@@ -90,50 +87,6 @@ class Pressure:
     began: float | None = None  # start time by its own clock; a change means it was restarted
 
 
-class Server(Protocol):
-    """A vLLM or SGLang server at one address. Every method has its own deadline and raises `ServerFailed`."""
-
-    url: str
-
-    async def facts(self) -> ServerFacts: ...
-
-    async def tokenized(self, text: str) -> list[int] | None:
-        """Token ids by the server's own tokenizer; None if it has no such route."""
-        ...
-
-    def stream(self, request: ServerRequest) -> AsyncGenerator[Piece, None]:
-        """Sample tokens. Closing the iterator early ends the request on the server."""
-        ...
-
-    async def abort(self, request_ids: list[str]) -> bool:
-        """Abort requests; each stream gets a last piece. False: not supported, the caller must close the streams."""
-        ...
-
-    async def probe(self, deadline_s: float) -> None:
-        """Sample one token, bypassing our own admission queue."""
-        ...
-
-    async def pressure(self) -> Pressure: ...
-
-    async def pause(self) -> None:
-        """Pause at a token boundary. Running requests stay in the server."""
-        ...
-
-    async def resume(self, recompute: bool) -> None:
-        """Resume. With `recompute`, running requests recompute their KV cache."""
-        ...
-
-    async def paused(self) -> bool | None:
-        """Whether the server is paused; None if it does not report it."""
-        ...
-
-    async def label(self, version: Version) -> None:
-        """Label tokens sampled from now on with this version, if the server reports versions."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class PreparedWeights(Protocol):
     """Verified weights, stored where the server can load them."""
 
@@ -169,29 +122,3 @@ class Transport(Protocol):
     async def close(self, server_stays: bool) -> None:
         """Clean up here and, if `server_stays`, on the server. No other method is called afterwards."""
         ...
-
-
-NO_LOGPROB = -9999.0
-"""Placeholder that servers send for a missing logprob."""
-
-_ROUNDING_TOLERANCE = 1e-3  # half-precision softmax can yield a logprob slightly above 0
-_RETRYABLE_STATUS = frozenset({408, 429})
-
-
-def check_logprobs(where: str, values: Iterable[float | None]) -> list[float]:
-    """Validate logprobs: finite, present, at most 0."""
-    return [_check_logprob(where, value) for value in values]
-
-
-def _check_logprob(where: str, value: float | None) -> float:
-    if value is None or not math.isfinite(value) or not NO_LOGPROB < value <= _ROUNDING_TOLERANCE:
-        raise ServerFaulty(f"{where}: invalid token logprob {value}")
-    return min(value, 0.0)
-
-
-def stream_error(where: str, message: object, status: int | None) -> ServerFailed:
-    """The error for an error message inside a stream: rejected if the status is a client error, else faulty."""
-    text = f"{where}: {'' if status is None else f'{status} '}{one_line(message)}"
-    if status is not None and 400 <= status < 500 and status not in _RETRYABLE_STATUS:
-        return ServerRefused(text, status)
-    return ServerFaulty(text)

@@ -1,14 +1,15 @@
-"""RequestRunner: runs one request from `generate` to its output.
+"""RequestRunner: one attempt at a request, from `generate` to its output.
 
-    wait for admission ─▶ send ─▶ stream chunks ─▶ complete                  output
-            ▲                          └─▶ server failure
-            └── continue from the tokens so far ◀── retries left, healthy ─┴─▶ otherwise: stop reason "lost"
+    wait for admission ─▶ send ─▶ stream pieces ─▶ complete: "stop", "length"
+                                      ├─▶ aborted by the caller: "aborted"
+                                      ├─▶ ended by the server for a weight update: "interrupted"
+                                      └─▶ failed: "lost"
 
 Invariants
-- Received tokens are never discarded and never sampled twice. The one exception: tokens of a server that turns out to
-  have foreign weights.
+- A request is sent at most once. What is missing after an interruption or a failure is up to the fleet.
+- Received tokens are returned, however the request ends. The one exception: tokens of a server that turns out to have
+  foreign weights.
 - Cancelling `generate` closes the stream, which ends the request on the server.
-- A request that the server rejects (4xx) is never retried.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from contextlib import aclosing
 import msgspec
 
 from outpace.engines.server.admission import EarlyStop
-from outpace.engines.server.http import backoff_s
 from outpace.engines.server.protocol import ServerRequest
-from outpace.engines.server.state import ActiveRequest, RequestSegment, ServerState
+from outpace.engines.server.state import ActiveRequest, ServerState
 from outpace.errors import (
     ContextFull,
     RequestFailed,
@@ -55,12 +55,12 @@ class RequestRunner:
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        sampling = self._clamped(token_ids, sampling)
-        request = self._state.active_requests.begin(request_id, token_ids, sampling)
-        try:
-            return request.output.generation(await self._run_to_end(request, min_version, pinned))
-        finally:
-            self._state.active_requests.end(request)
+        state, sampling = self._state, self._clamped(token_ids, sampling)
+        with state.active_requests.open(request_id, ActiveRequest(request_id, self._spans)) as request:
+            ending = await self._admitted(
+                request, lambda: state.accepts_requests and state.loaded_versions.admits(min_version, pinned)
+            )
+            return request.generation(ending or await self._run(request, token_ids, sampling, pinned))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort requests by id, so that their last tokens still arrive. Close the streams that have no token yet, and
@@ -69,58 +69,17 @@ class RequestRunner:
         for request in ended:
             request.aborted = True
         self._state.admission.end("aborted", {request.id for request in ended})
-        segments = [request.segment for request in ended if request.segment is not None]
-        await self._abort_on_server([segment for segment in segments if segment.tokens])
-        for segment in segments:
-            segment.end("aborted")
+        await self._abort_on_server([request for request in ended if request.tokens])
+        for request in ended:
+            request.stop_reading("aborted")
 
-    async def _abort_on_server(self, segments: list[RequestSegment]) -> None:
+    async def _abort_on_server(self, requests: list[ActiveRequest]) -> None:
         try:
             async with asyncio.timeout(_ABORT_S):
-                if segments and await self._state.server.abort([segment.request.id for segment in segments]):
-                    await asyncio.gather(*(segment.ended.wait() for segment in segments))
+                if requests and await self._state.server.abort([r.sent.id for r in requests if r.sent is not None]):
+                    await asyncio.gather(*(request.closed.wait() for request in requests))
         except (ServerFailed, TimeoutError) as error:
             log.info("closing the streams of aborted requests: %s", one_line(error) or "no reply in time")
-
-    async def _run_to_end(self, request: ActiveRequest, min_version: Version, pinned: Version | None) -> StopReason:
-        """Run the request to its end and return the stop reason."""
-        for failures in itertools.count():
-            stop = await self._send_once(request, min_version, pinned)
-            stop = request.output.ended if stop is None else stop
-            if stop is not None:
-                return stop
-            if request.aborted:
-                return "aborted"
-            if failures >= self._state.settings.retries or not self._can_retry_here(request):
-                return "lost"
-            self._state.counters.retries += 1
-            await asyncio.sleep(backoff_s(failures))
-        raise AssertionError("unreachable")
-
-    def _can_retry_here(self, request: ActiveRequest) -> bool:
-        """Whether to retry on this server. Not with stop strings and partial output: a stop string may span two
-        segments, which the server cannot detect. Only a caller with a tokenizer can."""
-        return self._state.health.serves and not (request.stop_strings and len(request.output))
-
-    async def _send_once(
-        self, request: ActiveRequest, min_version: Version, pinned: Version | None
-    ) -> StopReason | None:
-        """Send the request, or the rest of it. Returns the stop reason; None if the server failed."""
-        state = self._state
-        ending = await self._admitted(
-            request, lambda: state.accepts_requests and state.loaded_versions.admits(min_version, pinned)
-        )
-        if ending is not None:
-            return ending
-        busy = state.busy if pinned is None else state.eval_busy
-        version = state.loaded_versions.take(pinned)
-        busy.enter()
-        try:
-            return await self._stream_segment(request, version, pinned is None)
-        finally:
-            busy.leave()
-            state.loaded_versions.give_back(version)
-            state.admission.leave()
 
     async def _admitted(self, request: ActiveRequest, may_enter: Callable[[], bool]) -> EarlyStop | None:
         """Wait for admission. Returns None once admitted, else why the request ended. The state can change between
@@ -138,99 +97,114 @@ class RequestRunner:
                 return None
             queue.leave()
 
-    async def _stream_segment(self, request: ActiveRequest, version: Version, training: bool) -> StopReason | None:
-        segment = request.segment = RequestSegment(self._server_request(request, version), version, self._spans)
+    async def _run(
+        self, request: ActiveRequest, token_ids: Ints, sampling: Sampling, pinned: Version | None
+    ) -> StopReason:
+        """Run an admitted request to its end and give back what it holds."""
+        state = self._state
+        stop: StopReason | None = None
+        busy = state.busy if pinned is None else state.eval_busy
+        version = state.loaded_versions.take(pinned)
+        busy.enter()
         try:
-            failure = await self._read_stream(request, segment)
+            stop = await self._stream(request, self._server_request(request, token_ids, sampling, version), version)
+            if pinned is None:
+                state.counters.tokens += len(request.tokens)
+                state.counters.prefill_tokens += len(token_ids)
+            return stop
         finally:
-            segment.ended.set()
-        if segment.has_foreign_versions(self._state.loaded_versions.newest):
-            request.segment = None
+            busy.leave()
+            state.loaded_versions.give_back(version)
+            if stop == "interrupted":
+                state.admission.leave_interrupted(request.id)
+            else:
+                state.admission.leave()
+
+    async def _stream(self, request: ActiveRequest, sent: ServerRequest, version: Version) -> StopReason:
+        reader = asyncio.create_task(self._read_pieces(request, sent))
+        request.send(sent, version, reader)
+        try:
+            failure = await self._until_read(request, reader)
+        finally:
+            request.closed.set()
+        if request.has_foreign_versions(self._state.loaded_versions.newest):
             self._state.reject_foreign_weights(_FOREIGN)
             return "lost"
-        request.join(segment)
-        self._count_tokens(segment, training)
         if failure is not None:
-            return self._handle_failure(request, segment, failure)
-        if segment.end_reason is None and segment.stop != "aborted":
-            self._state.health.request_passed()
-        return self._stop_reason(request, segment)
+            self._record_failure(request, failure)
+        else:
+            stop = request.stop or request.end_reason
+            assert isinstance(stop, str)
+            if stop in ("stop", "length"):
+                self._state.health.request_passed()
+            if stop != "aborted" or request.aborted:
+                return stop
+        if request.aborted:
+            return "aborted"
+        self._state.counters.retries += 1
+        return "lost"
 
-    def _handle_failure(
-        self, request: ActiveRequest, segment: RequestSegment, failure: ServerFailed
-    ) -> StopReason | None:
+    def _record_failure(self, request: ActiveRequest, failure: ServerFailed) -> None:
+        """Record the failure, or raise it if the server rejects the request."""
+        assert request.sent is not None
         if isinstance(failure, ServerRefused):
-            if segment.request.adapter is not None and failure.status == _UNKNOWN_MODEL:
-                self._state.reject_foreign_weights(_FOREIGN)
-                return "lost"
-            raise RequestFailed(f"the server rejected the request: {failure}") from failure
+            if request.sent.adapter is None or failure.status != _UNKNOWN_MODEL:
+                raise RequestFailed(f"the server rejected the request: {failure}") from failure
+            self._state.reject_foreign_weights(_FOREIGN)
+            return
         log.info("%s: request %s failed: %s", self._state.settings.name, request.id, failure)
         self._state.health.request_failed(one_line(failure))
         self._state.react()
-        return None
 
-    def _stop_reason(self, request: ActiveRequest, segment: RequestSegment) -> StopReason | None:
-        """The stop reason of a segment. An abort that we did not request counts as a server failure (None)."""
-        if segment.stop is None:
-            assert isinstance(segment.end_reason, str)
-            return segment.end_reason
-        return None if segment.stop == "aborted" and not request.aborted else segment.stop
-
-    async def _read_stream(self, request: ActiveRequest, segment: RequestSegment) -> ServerFailed | None:
-        """Read the stream until the segment ends. Returns the server's failure, if any."""
-        reader = asyncio.create_task(self._read_pieces(request, segment))
-        segment.set_reader(reader)
-        idle_timer = asyncio.create_task(self._end_when_idle(segment))
+    async def _until_read(self, request: ActiveRequest, reader: asyncio.Task[None]) -> ServerFailed | None:
+        """Wait until the request ends. Returns the server's failure, if any."""
+        idle_timer = asyncio.create_task(self._end_when_idle(request))
         try:
             await asyncio.wait({reader})
         finally:
             idle_timer.cancel()
             reader.cancel()
             await asyncio.wait({reader})  # the stream is closed once the task has ended
-        if isinstance(segment.end_reason, ServerFailed):
-            return segment.end_reason
+        if isinstance(request.end_reason, ServerFailed):
+            return request.end_reason
         if reader.cancelled():
             return None
         failure = reader.exception()
         if failure is not None and not isinstance(failure, ServerFailed):
             raise failure
-        return failure if segment.stop is None else None
+        return failure if request.stop is None else None
 
-    async def _read_pieces(self, request: ActiveRequest, segment: RequestSegment) -> None:
+    async def _read_pieces(self, request: ActiveRequest, sent: ServerRequest) -> None:
         counters = self._state.counters
-        async with aclosing(self._state.server.stream(segment.request)) as pieces:
+        async with aclosing(self._state.server.stream(sent)) as pieces:
             async for piece in pieces:
-                segment.take(piece)
+                request.take(piece)
                 counters.pieces += 1
                 counters.turns += 1
-                request.notify()
                 if piece.stop is not None:
                     return
         raise ServerFaulty(f"{self._state.server.url}: a stream ended without a finish reason")
 
-    async def _end_when_idle(self, segment: RequestSegment) -> None:
-        """End the segment after `idle_s` without a token. Pauses by our own weight updates do not count."""
+    async def _end_when_idle(self, request: ActiveRequest) -> None:
+        """End the request after `idle_s` without a token. Pauses by our own weight updates do not count."""
         idle_s, loop = self._state.settings.idle_s, asyncio.get_running_loop()
         while True:
-            left = idle_s if self._state.paused else segment.last_token_at + idle_s - loop.time()
+            left = idle_s if self._state.paused else request.last_token_at + idle_s - loop.time()
             if left <= 0:
-                segment.end(ServerSilent(f"{self._state.server.url}: no token for {idle_s:g} s"))
+                request.stop_reading(ServerSilent(f"{self._state.server.url}: no token for {idle_s:g} s"))
                 return
             await asyncio.sleep(left)
 
-    def _server_request(self, request: ActiveRequest, version: Version) -> ServerRequest:
+    def _server_request(
+        self, request: ActiveRequest, token_ids: Ints, sampling: Sampling, version: Version
+    ) -> ServerRequest:
         return ServerRequest(
             id=f"{request.id}.{next(self._serial)}",
-            token_ids=request.output.prompt,
-            sampling=request.output.sampling,
+            token_ids=token_ids,
+            sampling=sampling,
             salt=f"{self._state.settings.incarnation}.{version}",
             adapter=self._state.loaded_versions.adapter(version),
         )
-
-    def _count_tokens(self, segment: RequestSegment, training: bool) -> None:
-        if training:
-            self._state.counters.tokens += len(segment.tokens)
-            self._state.counters.prefill_tokens += len(segment.request.token_ids)
 
     def _clamped(self, token_ids: Ints, sampling: Sampling) -> Sampling:
         """Reject requests that can never be served, and cap `max_tokens` to the context."""

@@ -1,6 +1,6 @@
 """ServerEngine: `outpace.protocols.Engine` over HTTP.
 
-    callers ─ generate, abort, peek ─▶ RequestRunner ─┐
+    callers ─ generate, abort ───────▶ RequestRunner ─┐
     controller ─ load ───────────────▶ WeightUpdater ─┼─▶ ServerState: health, versions, admission, requests ─▶ Server
     background ─ probes, metrics ────▶ HealthMonitor ─┘
 
@@ -25,8 +25,9 @@ import logging
 from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.health import HealthMonitor, ProcessHandle
 from outpace.engines.server.launch import ServerClaim, resume_if_left_paused
-from outpace.engines.server.protocol import STALE, Server, Transport
+from outpace.engines.server.protocol import STALE, Transport
 from outpace.engines.server.request import RequestRunner
+from outpace.engines.server.server_base import Server
 from outpace.engines.server.state import HealthMachine, ServerEngineSettings, ServerState
 from outpace.engines.server.weight_update import WeightUpdater
 from outpace.errors import ComponentFailed, RequestFailed, ServerFailed
@@ -93,7 +94,7 @@ class ServerEngine:
         await self._runner.abort(request_ids)
 
     async def stream_tokens(self, request_id: str, after: int) -> Ints:
-        return await self._state.active_requests.stream_tokens(request_id, after)
+        return await self._state.active_requests.read(request_id, after)
 
     async def load(self, manifest: Manifest, pinned: bool) -> LoadReport:
         self._raise_if_closed()
@@ -142,6 +143,8 @@ class ServerEngine:
 
     async def close(self) -> None:
         """End in-flight requests as lost. Stop the server if we launched it, else remove our weights from it."""
+        if self._state.closed:
+            return
         self._state.closed = True
         self._state.health.ended("the engine is closed")
         self._state.react()

@@ -1,11 +1,8 @@
 """State of one server engine: the server, its health, its loaded versions and its active requests.
 
-    ActiveRequest    one `generate` call, across all the segments of its output
-    RequestSegment   one HTTP request for it: the tokens that came back, and the weight versions that sampled them
-
 After any change call `react`: it ends requests that cannot continue and admits those that can start.
 
-Invariant: a sampled token is kept from the moment it arrives. An abort, an idle timeout or a crash ends a segment but
+Invariant: a sampled token is kept from the moment it arrives. An abort, an idle timeout or a crash ends a request but
 keeps its tokens. Only tokens sampled by foreign weights are discarded.
 
 Health of one server: a pure state machine without clock or network.
@@ -38,66 +35,67 @@ from typing import Literal
 
 import numpy as np
 
-from outpace.engines.continuation import ContinuedGeneration
+from outpace.engines.generation import OpenStreams, TokenStream
 from outpace.engines.server.admission import AdmissionQueue, BusyClock, ConcurrencyLimit, LoadedVersions
-from outpace.engines.server.protocol import Piece, Server, ServerRequest, VersionSpan
-from outpace.errors import RequestFailed, ServerFailed, ServerFaulty, plural
-from outpace.types import Generation, Health, Ints, Sampling, StopReason, Version
+from outpace.engines.server.protocol import STALE, Piece, ServerRequest, VersionSpan
+from outpace.engines.server.server_base import Server
+from outpace.errors import ServerFailed, ServerFaulty, plural
+from outpace.types import Generation, Health, StopReason, Version
 
-_NO_TOKENS = np.zeros(0, dtype=np.int32)
 
+class ActiveRequest(TokenStream):
+    """One `generate` call: the HTTP request, once it is sent, and the tokens that came back.
 
-class RequestSegment:
-    """One HTTP request for (the rest of) a generation.
+    `trust_spans`: whether to use the weight versions that the server reports."""
 
-    `version` is the oldest version its tokens can have: the one loaded when it was sent. `spans`: whether to trust the
-    weight versions that the server reports."""
-
-    def __init__(self, request: ServerRequest, version: Version, spans: bool) -> None:
-        self.request = request
-        self.version = version
-        self._trust_spans = spans
-        self.tokens: list[int] = []
-        self.stop: StopReason | None = None
+    def __init__(self, request_id: str, trust_spans: bool) -> None:
+        super().__init__()
+        self.id = request_id
+        self.aborted = False
+        self.sent: ServerRequest | None = None  # None: not sent yet
+        self.version: Version = STALE  # loaded when it was sent: the oldest version its tokens can have
+        self.stop: StopReason | None = None  # by the server
         self.end_reason: StopReason | ServerFailed | None = None  # why we ended it
-        self.last_token_at = asyncio.get_running_loop().time()
-        self.ended = asyncio.Event()
+        self.last_token_at = 0.0
+        self.closed = asyncio.Event()  # the HTTP stream is closed
+        self._trust_spans = trust_spans
         self._logprobs: list[float] = []
         self._spans: list[VersionSpan] | None = None
         self._reader: asyncio.Task[None] | None = None
 
+    def send(self, request: ServerRequest, version: Version, reader: asyncio.Task[None]) -> None:
+        self.sent, self.version, self._reader = request, version, reader
+        self.last_token_at = asyncio.get_running_loop().time()
+
     def take(self, piece: Piece) -> None:
+        assert self.sent is not None
         if len(piece.tokens) != len(piece.logprobs):
             raise ServerFaulty(f"{plural(len(piece.tokens), 'token')} came with {len(piece.logprobs)} logprobs")
-        if len(self.tokens) + len(piece.tokens) > self.request.sampling.max_tokens:
-            raise ServerFaulty(f"the server sent more than max_tokens = {self.request.sampling.max_tokens} tokens")
-        self.tokens += piece.tokens
+        if len(self.tokens) + len(piece.tokens) > self.sent.sampling.max_tokens:
+            raise ServerFaulty(f"the server sent more than max_tokens = {self.sent.sampling.max_tokens} tokens")
         self._logprobs += piece.logprobs
         self.stop = piece.stop
         self._spans = piece.spans if self._trust_spans else None
         self.last_token_at = asyncio.get_running_loop().time()
+        self.add(piece.tokens)
 
-    def set_reader(self, task: asyncio.Task[None]) -> None:
-        self._reader = task
-
-    def end(self, why: StopReason | ServerFailed) -> None:
-        """Stop reading. Tokens received so far are kept."""
-        if self.end_reason is None and self.stop is None:
+    def stop_reading(self, why: StopReason | ServerFailed) -> None:
+        """End the request if it is sent and not complete. Tokens received so far are kept."""
+        if self._reader is not None and self.end_reason is None and self.stop is None:
             self.end_reason = why
-            if self._reader is not None:
-                self._reader.cancel()
+            self._reader.cancel()
 
     def discard(self) -> None:
-        """Stop reading and discard all tokens, even of a complete output: foreign weights sampled them."""
+        """End the request and discard all tokens, even of a complete output: foreign weights sampled them."""
         self.stop = None
-        self.end("lost")
+        self.stop_reading("lost")
         self.tokens, self._logprobs, self._spans = [], [], None
 
     def has_foreign_versions(self, newest: Version) -> bool:
         """Whether the server reports a weight version outside the range that we loaded."""
         return any(not self.version <= version <= newest for version, _, _ in self._spans or [])
 
-    def generation(self) -> Generation:
+    def generation(self, stop: StopReason) -> Generation:
         versions = np.full(len(self.tokens), self.version, dtype=np.int32)
         if self._spans is not None and _covers(self._spans, len(self.tokens)):
             for version, start, end in self._spans:
@@ -106,7 +104,7 @@ class RequestSegment:
             tokens=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=versions,
-            stop=self.stop or "lost",
+            stop=stop,
         )
 
 
@@ -117,78 +115,6 @@ def _covers(spans: Iterable[VersionSpan], count: int) -> bool:
             return False
         reached = end
     return reached == count
-
-
-class ActiveRequest:
-    """One `generate` call and the output of all its segments."""
-
-    def __init__(self, request_id: str, token_ids: Ints, sampling: Sampling) -> None:
-        self.id = request_id
-        self.output = ContinuedGeneration(token_ids, sampling)
-        self.stop_strings = bool(sampling.stop_strings)
-        self.aborted = False
-        self.segment: RequestSegment | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-
-    def join(self, segment: RequestSegment) -> None:
-        """Append the tokens of a finished segment to the output."""
-        self.segment = None
-        self.output.add(segment.generation())
-
-    def tokens_after(self, after: int) -> Ints:
-        pending = self.segment.tokens if self.segment is not None else []
-        have = self.output.generation("lost").tokens
-        return np.concatenate([have, np.array(pending, dtype=np.int32)])[after:]
-
-    def count(self) -> int:
-        return len(self.output) + (len(self.segment.tokens) if self.segment is not None else 0)
-
-    async def wait_for_tokens(self) -> None:
-        """Wait for more tokens, or for the end of the request."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
-    def notify(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-class ActiveRequests:
-    """All active requests by request id."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, ActiveRequest] = {}
-
-    def begin(self, request_id: str, token_ids: Ints, sampling: Sampling) -> ActiveRequest:
-        if request_id in self._by_id:
-            raise RequestFailed(f"request {request_id} is already running")
-        request = self._by_id[request_id] = ActiveRequest(request_id, token_ids, sampling)
-        return request
-
-    def end(self, request: ActiveRequest) -> None:
-        del self._by_id[request.id]
-        request.notify()
-
-    def of(self, request_ids: Iterable[str]) -> list[ActiveRequest]:
-        return [self._by_id[request_id] for request_id in request_ids if request_id in self._by_id]
-
-    @property
-    def segments(self) -> list[RequestSegment]:
-        return [request.segment for request in self._by_id.values() if request.segment is not None]
-
-    async def stream_tokens(self, request_id: str, after: int) -> Ints:
-        """Tokens from position `after` on, as soon as there are any. Empty once the request has ended."""
-        request = self._by_id.get(request_id)
-        while request is not None and request.count() <= after:
-            if self._by_id.get(request_id) is not request:
-                return _NO_TOKENS
-            await request.wait_for_tokens()
-        if request is None or self._by_id.get(request_id) is not request:
-            return _NO_TOKENS
-        return request.tokens_after(after)
 
 
 UNKNOWN_WEIGHTS = "no weights of this run are loaded yet"
@@ -299,7 +225,6 @@ class ServerEngineSettings:
     incarnation: str  # of the run; keeps cached prefixes of another run apart
     version: Version = 0  # loaded at start; STALE: unknown
     context: int | None = None  # longest sequence; None: the server decides
-    retries: int = 2
     idle_s: float = 60.0
     control_s: float = 120.0
     probe_s: float = 5.0
@@ -333,7 +258,7 @@ class ServerState:
         self.settings = settings
         self.loaded_versions = LoadedVersions(settings.version)
         self.admission = AdmissionQueue(lambda: limit.value)
-        self.active_requests = ActiveRequests()
+        self.active_requests: OpenStreams[ActiveRequest] = OpenStreams()
         self.counters = EngineCounters()
         self.busy, self.eval_busy = BusyClock(), BusyClock()
         self.died = asyncio.Event()
@@ -358,8 +283,8 @@ class ServerState:
         finally:
             self.paused = False
             now = asyncio.get_running_loop().time()
-            for segment in self.active_requests.segments:
-                segment.last_token_at = now
+            for request in self.active_requests:
+                request.last_token_at = now
 
     def torn(self, why: str) -> None:
         """The server's weights are unknown: end running and waiting requests as lost, so they continue elsewhere."""
@@ -373,8 +298,8 @@ class ServerState:
 
         Dying is required: the controller assumes this engine still has the version it loaded and would send nothing
         before the next one. The replacement engine gets a fresh load."""
-        for segment in self.active_requests.segments:
-            segment.discard()
+        for request in self.active_requests:
+            request.discard()
         self.health.ended(why)
         self.react()
 
@@ -383,7 +308,7 @@ class ServerState:
         if self.health.state in ("dead", "draining"):
             self.admission.end("lost")
         if not self.health.finishes:
-            self._end_segments()
+            self._end_sent()
         if self.health.state == "suspect":
             self.probe_soon.set()
         if self.health.state == "dead":
@@ -391,9 +316,9 @@ class ServerState:
         self.admission.wake()
 
     def _end_all(self) -> None:
-        self._end_segments()
+        self._end_sent()
         self.admission.end("lost")
 
-    def _end_segments(self) -> None:
-        for segment in self.active_requests.segments:
-            segment.end("lost")
+    def _end_sent(self) -> None:
+        for request in self.active_requests:
+            request.stop_reading("lost")

@@ -29,7 +29,7 @@ import msgspec
 
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import PreparedWeights
-from outpace.engines.server.vllm_replies import label_of
+from outpace.engines.server.vllm import label_of
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, UpdateFailed, one_line
 from outpace.types import Manifest, Version
 from outpace.weights import snapshot

@@ -1,8 +1,12 @@
-"""Continuation: one generation sampled in several parts, after its engine was lost or interrupted.
+"""One generation: its tokens while they are sampled, its stop strings, and its continuation in several parts.
 
     request ─▶ partial output ─▶ request for the rest: prompt + output so far, fewer tokens ─▶ … ─▶ one generation
 
-Invariants
+`TokenStream` is the path of streamed tokens in every engine: the engine adds tokens as they arrive, readers wait for
+more. `ContinuedGeneration` joins the parts of a request whose engine was lost or interrupted. Only the fleet continues
+requests; `generate` of an engine is a single attempt, and its stop reason says whether the rest is missing.
+
+Invariants of a continued generation
 - A sampled token stays, with its logprob and version, and is never sampled again. Only tokens after a stop string are
   dropped: neither engine can see a stop string that begins in one part and ends in the next, so it is found here.
 - No part requests more tokens than are left. `ended` is set when no further part is needed.
@@ -12,12 +16,15 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
 
-from outpace.errors import plural
+from outpace.errors import RequestFailed, plural
 from outpace.runtime.rng import request_seed
 from outpace.types import Floats, Generation, Ints, Sampling, StopReason
 
@@ -57,6 +64,68 @@ class StopStrings:
     def _can_complete(self, text: str) -> bool:
         undecided = not text or _PARTIAL in text or self._ends_in_space
         return undecided or any(character in text for character in self._last_characters)
+
+
+class TokenStream:
+    """The tokens of one request as they arrive. Event loop only."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    def add(self, tokens: Iterable[int]) -> None:
+        self.tokens.extend(tokens)
+        self._wake_readers()
+
+    def end(self) -> None:
+        """End the stream. Waiting readers get the tokens they have not seen."""
+        self._ended = True
+        self._wake_readers()
+
+    async def read(self, after: int) -> Ints:
+        """Return the tokens beyond the first `after`, waiting until there is at least one; empty at the end."""
+        while len(self.tokens) <= after and not self._ended:
+            await self._changed.wait()
+        return np.array(self.tokens[after:], dtype=np.int32)
+
+    def _wake_readers(self) -> None:
+        self._changed.set()
+        self._changed.clear()
+
+
+S = TypeVar("S", bound=TokenStream)
+
+
+class OpenStreams(Generic[S]):
+    """The streams of all requests in flight, by request id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, S] = {}
+
+    def __iter__(self) -> Iterator[S]:
+        return iter(list(self._by_id.values()))
+
+    @contextmanager
+    def open(self, request_id: str, stream: S) -> Iterator[S]:
+        """Make a request readable until the block ends. Raises `RequestFailed` if its id is in flight."""
+        if request_id in self._by_id:
+            raise RequestFailed(f"request {request_id} is already in flight")
+        self._by_id[request_id] = stream
+        try:
+            yield stream
+        finally:
+            del self._by_id[request_id]
+            stream.end()
+
+    def of(self, request_ids: Iterable[str]) -> list[S]:
+        """Return the streams of those requests that are in flight."""
+        return [self._by_id[request_id] for request_id in request_ids if request_id in self._by_id]
+
+    async def read(self, request_id: str, after: int) -> Ints:
+        """Read the stream of a request; empty if it is not in flight."""
+        stream = self._by_id.get(request_id)
+        return np.zeros(0, dtype=np.int32) if stream is None else await stream.read(after)
 
 
 class ContinuedGeneration:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.engines.continuation import ContinuedGeneration
+from outpace.engines.generation import ContinuedGeneration
 from outpace.types import Generation, Ints, Sampling, StopReason
 
 PROMPT = np.array([7, 8, 9], dtype=np.int32)

@@ -1,0 +1,51 @@
+"""A weight transport that transfers nothing, with scripted failures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from outpace.types import Manifest
+
+
+@dataclass(frozen=True)
+class Weights:
+    version: int
+    nbytes: int = 10
+
+
+@dataclass(frozen=True)
+class AdapterWeights(Weights):
+    adapter: str = "a name"
+
+
+@dataclass
+class FakeTransport:
+    needs_pause: bool = True
+    prepare_fails: Exception | None = None
+    swap_fails: Exception | None = None
+    swapping: asyncio.Event | None = None  # set when a swap starts; the swap then never ends
+    swapped: list[int] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+    closed: list[bool] = field(default_factory=list)  # the `server_stays` argument of each call
+
+    async def prepare(self, manifest: Manifest) -> Weights:
+        if self.prepare_fails is not None:
+            raise self.prepare_fails
+        version = manifest.version
+        return Weights(version) if self.needs_pause else AdapterWeights(version, adapter=f"v{version}")
+
+    async def swap(self, ready: Any) -> None:
+        if self.swapping is not None:
+            self.swapping.set()
+            await asyncio.Event().wait()
+        if self.swap_fails is not None:
+            raise self.swap_fails
+        self.swapped.append(ready.version)
+
+    async def forget(self, version: int) -> None:
+        self.forgotten.append(version)
+
+    async def close(self, server_stays: bool) -> None:
+        self.closed.append(server_stays)
