@@ -31,7 +31,7 @@ from outpace.models.lora import check_peft
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.protocols import Reward, Rollout, TaskSource, TaskStream
-from outpace.rewards.registry import check_rewards
+from outpace.rewards.registry import NamedReward, check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.objects import (
@@ -148,7 +148,7 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
 
 def check_user_code(
     config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task | None
-) -> list[Reward]:
+) -> list[NamedReward]:
     """Check rewards and rollout, given as objects or named in the config, against the first task, if it is
     known. Returns the reward functions."""
     columns = None if first is None else first.columns
@@ -320,9 +320,10 @@ def _as_source(given: TasksArgument, name: str, config: Config, limit: int | Non
     if isinstance(given, TaskStream) and name == "tasks":
         return cast(TaskSource, given)
     _check_rows(given, name)
-    if len(given) and isinstance(given[0], Task):
+    rows = cast(Rows, given)
+    if len(rows) and isinstance(rows[0], Task):
         return cast(TaskSource, given)
-    return Dataset(cast(Rows, given), name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
+    return Dataset(rows, name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
 
 
 def _check_rows(given: Any, name: str) -> None:
