@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,14 @@ import pytest
 
 from outpace.checkpoint.journal import read_record, survey_journal
 from outpace.config import Config
-from outpace.config.load import make_config
+from outpace.config.load import (
+    CONFIG_FILE,
+    EMPTY_RESOLVED,
+    RESOLVED_FILE,
+    dump_resolved,
+    dump_settings,
+    make_config,
+)
 from outpace.config.validation import resolve
 from outpace.hardware.cpu import supports_bfloat16
 from outpace.types import FinishedGroup, GroupOrder, GroupRecord, GroupReport, Row
@@ -31,6 +38,18 @@ RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 def resolved(settings: dict[str, Any] | None = None) -> Config:
     """A complete config from dotted settings."""
     return resolve(make_config(settings or {}))
+
+
+def write_config(run: Path, config: Config, objects: Sequence[str] = ()) -> None:
+    """Write the config files of a run."""
+    (run / RESOLVED_FILE).write_text(dump_resolved(config))
+    (run / CONFIG_FILE).write_text(dump_settings(config, objects))
+
+
+def write_resolved(run: Path, text: str = "") -> None:
+    """Write the config files of a run with only these resolved settings."""
+    (run / RESOLVED_FILE).write_text(EMPTY_RESOLVED + text)
+    (run / CONFIG_FILE).write_text("")
 
 
 def as_arguments(settings: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outpace.config.load import FIELDS, SECTIONS, load_config, make_config
+from outpace.config.load import KNOWN, SECTIONS, load_config, make_config
 from outpace.config.other_libraries import EQUIVALENTS, RENAMED, equivalent_setting
 from outpace.errors import BadInput
 from support import names
@@ -20,7 +20,7 @@ SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.(\w+)")
 def test_every_equivalent_names_settings_that_exist(name: str) -> None:
     found = EQUIVALENTS[name]
     named = {*found.settings, *(".".join(match) for match in SETTING.findall(found.note))}
-    assert named <= set(FIELDS)
+    assert named <= set(KNOWN)
     assert found.settings or found.note
 
 
@@ -28,11 +28,11 @@ def test_every_equivalent_names_settings_that_exist(name: str) -> None:
 def test_no_equivalent_shadows_an_outpace_setting(name: str) -> None:
     remedy = equivalent_setting(name)
     assert remedy is not None
-    assert name not in FIELDS or name in remedy
+    assert name not in KNOWN or name in remedy
 
 
 def test_settings_that_were_renamed_exist_under_their_new_names() -> None:
-    assert set(RENAMED.values()) <= set(FIELDS)
+    assert set(RENAMED.values()) <= set(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_settings_that_were_renamed_exist_under_their_new_names() -> None:
         ("critic.optim.lr", "critic.lr"),
         ("trainer.optim.lr", "learner.lr"),
         ("orchestrator.max_async_level", "pacing.max_lag"),
-        ("+algorithm.adv_estimator", "algorithm.advantage"),
+        ("+algorithm.adv_estimator", "advantage.name"),
     ],
 )
 def test_a_name_is_found_with_or_without_its_sections(name: str, setting: str) -> None:
@@ -85,4 +85,4 @@ def test_a_dict_with_names_of_another_library_is_refused_with_the_equivalent(val
 def test_every_grpo_field_with_a_counterpart_is_listed() -> None:
     trl = pytest.importorskip("trl")
     unlisted = {field for field in trl.GRPOConfig.__dataclass_fields__ if equivalent_setting(field) is None}
-    assert not unlisted & {key.rpartition(".")[2] for key in FIELDS}
+    assert not unlisted & {key.rpartition(".")[2] for key in KNOWN}

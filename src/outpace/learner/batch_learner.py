@@ -77,9 +77,9 @@ class BatchLearner:
     def __init__(self, core: LearnerCore, config: Config) -> None:
         self._core = core
         self._config = config
-        algorithm = config.algorithm
-        self._credit = advantage_settings(configured_advantage(algorithm), algorithm.credit, algorithm.gamma)
-        self._normalizer = configured_normalizer(algorithm)
+        advantage = config.advantage
+        self._credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
+        self._normalizer = configured_normalizer(advantage)
         masks = configured_masks(config.correction).values()
         self._masks = [mask for mask in masks if mask.registration.scope == "batch"]
         self._entries: list[CollectedGroup] = []
@@ -109,8 +109,10 @@ class BatchLearner:
         """Whether tokens need scores from the weights at the start of the step. With a single update the current
         logprobs are the same."""
         algorithm = self._config.algorithm
-        needs_old_logp = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
-        needs_old_logp = needs_old_logp and configured_policy_loss(algorithm).registration.ratio
+        policy_loss = self._config.policy_loss
+        needs_old_logp = algorithm.minibatches * algorithm.epochs_per_batch > 1
+        needs_old_logp = needs_old_logp and policy_loss.old_policy == "recomputed"
+        needs_old_logp = needs_old_logp and configured_policy_loss(policy_loss).registration.ratio
         return needs_old_logp or bool(self._masks) or self._kl_in_reward or self._core.critic is not None
 
     @property
@@ -124,7 +126,7 @@ class BatchLearner:
         entries = sorted(self._entries, key=lambda entry: (entry.replayed, entry.record.group))
         self._entries = []
         groups = self._examples(entries)
-        for number in range(self._config.algorithm.passes):
+        for number in range(self._config.algorithm.epochs_per_batch):
             for part in self._groups_per_update(groups, number):
                 self._accumulate([example for group in part for example in group])
                 self._core.update()
@@ -136,7 +138,7 @@ class BatchLearner:
         """Yield the groups of each update, near-equal in number. The shuffle depends on seed, version and pass only.
 
         Replayed groups are distributed separately, so that every update has fresh groups to measure staleness on."""
-        updates = self._config.algorithm.updates
+        updates = self._config.algorithm.minibatches
         shuffle = np.random.default_rng([self._config.run.seed, self._core.version, number])
         shares: list[list[int]] = [[] for _ in range(updates)]
         for replayed in (False, True):
@@ -176,11 +178,9 @@ class BatchLearner:
         rows, rewards, penalties = entry.record.rows, entry.record.rewards, self._penalties(entry)
         returns = attempt_returns(rows, rewards, penalties)
         if self._core.critic is not None:
-            algorithm = self._config.algorithm
-            assert algorithm.gamma is not None
-            assert algorithm.gae_lambda is not None
+            lam = self._credit.estimator.settings["gae_lambda"]
             values = [score[OLD_VALUES].astype(np.float64) for score in entry.scores]
-            both = critic_advantages(rows, rewards, values, algorithm.gamma, algorithm.gae_lambda, penalties)
+            both = critic_advantages(rows, rewards, values, self._credit.gamma, lam, penalties)
             return GroupAdvantages(returns, *both)
         if penalties is None:
             advantages = [row.advantages[row.mask].astype(np.float64) for row in rows]
@@ -194,7 +194,7 @@ class BatchLearner:
         if self._normalizer.registration is NORMALIZERS.built_in["none"] or not before:
             return before
         returns = np.concatenate([group.returns for group in by_group])
-        name = f"algorithm.normalise: {self._normalizer.registration.name}"
+        name = f"advantage.normalizer: {self._normalizer.registration.name}"
         try:
             after = [
                 np.asarray(values, dtype=np.float64) for values in self._normalizer(BatchAdvantages(before, returns))
