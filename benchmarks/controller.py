@@ -32,7 +32,7 @@ from outpace.controller.failure_budget import FailureLimits
 from outpace.controller.groups import GroupSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.supervisor import RestartSettings, SupervisionSettings
+from outpace.controller.supervisor import SupervisionSettings
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring.callbacks import CallbackRunner
@@ -134,7 +134,7 @@ async def measure(directory: Path, settings: SchedulerSettings) -> ControllerCos
     log.start("")
     recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
     scheduler = Scheduler(settings, TaskOrder(settings.tasks, 0, shuffle=True))
-    supervision = SupervisionSettings(RestartSettings(0, window_s=60.0), probe_s=10.0, silent_s=120.0)
+    supervision = SupervisionSettings(probe_s=10.0, silent_s=120.0)
     limits = FailureLimits(failed=64, filtered=None, notice_every=1000)
     driver_settings = DriverSettings(60.0, GroupSettings(settings.group_size, 0, limits), supervision)
     async with idle_components() as components:

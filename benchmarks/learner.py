@@ -32,11 +32,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     "every mask": {"correction.masks": ["token", "sequence", "geometric", "veto", "opsm"]},
     "decoupled ppo, one update": {"algorithm.preset": "decoupled_ppo"},
-    "two updates, rollout old policy": {"algorithm.preset": "bypass_ppo", "algorithm.updates": 2},
-    "two updates, recomputed old policy": {"algorithm.preset": "decoupled_ppo", "algorithm.updates": 2},
+    "two updates, rollout old policy": {"algorithm.preset": "bypass_ppo", "algorithm.minibatches": 2},
+    "two updates, recomputed old policy": {"algorithm.preset": "decoupled_ppo", "algorithm.minibatches": 2},
     "m2po": {"algorithm.preset": "m2po"},
     "KL to a reference": {"kl.coefficient": 0.01},
-    "entropy bonus": {"algorithm.entropy": 0.001},
+    "entropy bonus": {"algorithm.entropy_coefficient": 0.001},
     "critic": {"algorithm.preset": "ppo"},
 }
 

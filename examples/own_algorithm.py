@@ -3,6 +3,7 @@
     python examples/own_algorithm.py
 
 Each is one function with one decorator. The config refers to them by file and name; nothing else needs registering.
+Keyword-only arguments, such as `floor`, become settings of the section that names the function.
 Every component of the run imports this file, so the script part is behind a `__main__` guard and torch is not imported.
 """
 
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@outpace.policy_loss(anchors=("rollout",))
-def banded_is(tokens: outpace.Tokens, *, cap: float = 2.0, clip_low: float = 0.5) -> Tensor:
-    """-sg(w) A log pi, with w = current / sampler clamped to [1 - clip_low, cap]: no token's weight vanishes."""
-    weights_N = tokens.ratio_N.detach().clamp(1 - clip_low, cap)
+@outpace.policy_loss(old_policies=("rollout",))
+def banded_is(tokens: outpace.Tokens, *, cap: float = 2.0, floor: float = 0.5) -> Tensor:
+    """-sg(w) A log pi, with w = current / sampler clamped to [floor, cap]: no token's weight vanishes."""
+    weights_N = tokens.ratio_N.detach().clamp(floor, cap)
     return -weights_N * tokens.advantages_N * tokens.logp_N
 
 
@@ -37,9 +38,9 @@ def main() -> None:
         model="starter",
         tasks="countdown",
         config={
-            "algorithm.surrogate": f"{__file__}:banded_is",
-            "algorithm.advantage": f"{__file__}:above_median",
-            "algorithm.clip_low": 0.2,
+            "policy_loss.name": f"{__file__}:banded_is",
+            "advantage.name": f"{__file__}:above_median",
+            "policy_loss.floor": 0.8,
             "pacing.groups_per_step": 32,
             "eval.count": 128,
             "run.steps": 10,

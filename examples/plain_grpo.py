@@ -184,7 +184,7 @@ class Learner:
         self.config = config
         self.model = model
         self.forward: Forward = choose_forward(model, ForwardOptions(config.rollout.temperature))
-        self.policy_loss = configured_policy_loss(config.algorithm)
+        self.policy_loss = configured_policy_loss(config.policy_loss)
         learner = config.learner
         matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": learner.weight_decay}
         vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}

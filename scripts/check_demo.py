@@ -36,7 +36,7 @@ def promises(
 def check(run: Path, reach: float | None, expected_s: float) -> bool:
     """Say what the run kept of its promises; whether it kept them all."""
     summary = json.loads((run / "summary.json").read_text())
-    config = tomllib.loads((run / "config.toml").read_text())
+    config = tomllib.loads((run / "resolved.toml").read_text())
     evaluations = [json.loads(line) for line in (run / "evals.jsonl").read_text().splitlines()]
     kept = promises(summary, config, [line["eval/count"] for line in evaluations], reach)
     print(run)

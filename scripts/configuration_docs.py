@@ -56,7 +56,7 @@ steps = 100
 - **Lists:** comma-separated, or JSON: `--rewards.weights 1,0.5` or `--rewards.weights "[1, 0.5]"`.
 - **Tables:** comma-separated `name=value` pairs whose values may be JSON, or a JSON object:
   `--tasks.options 'min_terms=2,operators=["+", "-"]'`. `none` is an empty table.
-- **Unsetting:** `none` unsets a setting, except where `none` is one of its values: `--algorithm.advantage none` selects
+- **Unsetting:** `none` unsets a setting, except where `none` is one of its values: `--advantage.name none` selects
   the estimator `none`, `--correction.masks none` disables masks, `--rollout.environment none` disables the environment.
 - **Python:** a nested or dotted dict: `{"pacing": {"max_lag": 2}, "run.steps": 10}`.
 
@@ -67,7 +67,7 @@ that names the key and exits with code 2 before anything starts:
 outpace: pacing.maxlag: no such setting; did you mean pacing.max_lag?
 outpace: num_generations: no such setting; use rollout.group_size
 outpace: weights.every: engines would lag by 3 versions, but pacing.max_lag allows 2; use at most 3
-outpace: kl.estimator: kl.coefficient is 0, so there is no KL penalty; raise it, or leave this out
+outpace: policy_loss.clip_low: this is a setting of ppo, gspo, gmpo; the policy loss truncated_is takes cap
 ```
 
 Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl are rejected with a hint: see [from TRL](from_trl.md) and
@@ -76,13 +76,16 @@ Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl are rejected with a h
 ## Resolved config
 
 A default of "not set" means that there is no value, or that the default depends on other settings; the description says
-which. The run directory's `config.toml` holds the resolved values. A setting that does not apply stays unset there, and
-file names are absolute.
+which. A run directory has two files:
 
-You can override settings of a resolved file or of a resumed run like those of any other file:
+- `config.toml` holds what you set: the file and the command line together, with absolute file names.
+- `resolved.toml` holds every setting of the run. Settings that do not apply are left out.
 
-- Values that the file has only because they were defaults follow the override. `--algorithm.preset gspo` replaces the
-  previous preset; `--tasks.name arithmetic` also brings the environment and the reward of `arithmetic`.
+Overrides of a resumed run apply to `config.toml`, so defaults follow them: `--algorithm.preset gspo` replaces the
+previous preset, `--tasks.name arithmetic` also brings the environment and the reward of `arithmetic`. An override of a
+choice, in any file, drops the settings of the previous choice:
+
+- Another `policy_loss.name` or `advantage.name` drops the settings of the previous function.
 - Another `engine.kind` drops what only the previous kind uses: `engine.urls`, `engine.count`, `engine.path`,
   `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the embedded engine also
   drops `weights.dir`, unless `weights.delta` is set.
@@ -124,7 +127,7 @@ GROUPS = (
     Group("Rollouts", ("rollout", "tools", "environment", "gateway")),
     Group("Rewards and judges", ("rewards", "judge", "sandbox")),
     Group("Staleness and batch size", ("pacing", "governor")),
-    Group("Loss and advantages", ("algorithm", "correction", "kl", "critic")),
+    Group("Loss and advantages", ("algorithm", "policy_loss", "advantage", "correction", "kl", "critic")),
     Group("Data selection", ("filter", "difficulty", "replay")),
     Group("Training", ("learner", "lora")),
     Group("Inference engines", ("engine", "launch", "weights")),
@@ -142,6 +145,8 @@ SEE_ALSO = {
     "pacing": "[architecture: pacing](architecture.md#pacing)",
     "governor": "[algorithms: which tasks, which groups, how old](algorithms.md#which-tasks-which-groups-how-old)",
     "algorithm": "[algorithms](algorithms.md)",
+    "policy_loss": "[algorithms: policy losses](algorithms.md#policy-losses)",
+    "advantage": "[algorithms: advantages](algorithms.md#advantages)",
     "correction": "[algorithms: corrections](algorithms.md#corrections)",
     "kl": "[algorithms: KL and entropy](algorithms.md#kl-and-entropy)",
     "critic": "[algorithms: a critic](algorithms.md#a-critic)",
@@ -161,7 +166,7 @@ SEE_ALSO = {
 PRESETS_INTRODUCTION = """\
 `algorithm.preset` sets the defaults of keys that you leave out; keys that you set take precedence. If you choose
 another policy loss or estimator than the preset's, that function's own defaults replace the preset's parameters for it.
-See the [table of resolved presets](algorithms.md#presets); the values of a run are in its `config.toml`.
+See the [table of resolved presets](algorithms.md#presets); the values of a run are in its `resolved.toml`.
 """
 
 
@@ -192,15 +197,14 @@ def _group(group: Group) -> Iterator[str]:
 
 
 def _section(name: str) -> Iterator[str]:
-    from outpace.config.load import SECTIONS, setting_help  # the helpers behind `outpace train --help`
+    from outpace.config.load import SECTIONS, settings_of  # the helpers behind `outpace train --help`
 
     yield f"### {name}\n"
     yield _with_code(inspect.getdoc(SECTIONS[name]) or "")
     if name in SEE_ALSO:
         yield f"\nSee {SEE_ALSO[name]}."
     yield "\n| setting | type | default | description |\n|---|---|---|---|"
-    for key, info in SECTIONS[name].model_fields.items():
-        setting = setting_help(info)
+    for key, setting in settings_of(name, SECTIONS[name]).items():
         default = "not set" if setting.default is None else f"`{setting.default}`"
         cells = (f"`{name}.{key}`", setting.type, default, _with_code(setting.description))
         yield "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
@@ -218,11 +222,11 @@ def _presets() -> Iterator[str]:
 
 def _with_code(text: str) -> str:
     """Put names of settings that are not in backticks into backticks."""
-    from outpace.config.load import FIELDS
+    from outpace.config.load import KNOWN
 
     name = re.compile(r"(?<![\w.])(\w+\.\w+)(?!\w)")
     plain = text.split("`")
-    plain[::2] = [name.sub(lambda found: f"`{found[1]}`" if found[1] in FIELDS else found[1], it) for it in plain[::2]]
+    plain[::2] = [name.sub(lambda found: f"`{found[1]}`" if found[1] in KNOWN else found[1], it) for it in plain[::2]]
     return "`".join(plain)
 
 

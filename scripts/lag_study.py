@@ -30,7 +30,7 @@ LAGS = (0, 1, 2, 4, 8)
 FAR_LAGS = (4, 8)
 SEEDS = (0, 1, 2, 3, 4)
 FEW_SEEDS = (0, 1)
-STRESSED = ("ppo, rollout anchor", "dppo", "truncated_is cap 5, no mask")
+STRESSED = ("ppo, rollout old policy", "dppo", "truncated_is cap 5, no mask")
 """What is tried under stress beside none and the default, with one seed."""
 
 LR = 3e-4
@@ -45,30 +45,34 @@ NONE = "none"
 DEFAULT = "default"
 
 METHODS: dict[str, dict[str, Any]] = {
-    NONE: {"algorithm.surrogate": "reinforce", "correction.weight": "none"},
+    NONE: {"policy_loss.name": "reinforce", "correction.weight": "none"},
     DEFAULT: {},
 }
 """What is compared. `none` trains on stale tokens as if they were fresh."""
 
 OTHERS: dict[str, dict[str, Any]] = {
     "truncated_is, no mask": {"correction.masks": []},
-    "truncated_is cap 5, no mask": {"correction.masks": [], "algorithm.cap": 5.0},
+    "truncated_is cap 5, no mask": {"correction.masks": [], "policy_loss.cap": 5.0},
     "token mask": {"correction.masks": ["token"]},
     "sequence mask": {"correction.masks": ["sequence"]},
     "geometric mask": {"correction.masks": ["geometric"]},
     "veto": {"correction.masks": ["veto"]},
     "m2po": {"correction.masks": ["m2po"]},
-    "sequence weight": {"algorithm.surrogate": "reinforce", "correction.weight": "sequence"},
-    "opsm alone": {"algorithm.surrogate": "reinforce", "correction.weight": "none", "correction.masks": ["opsm"]},
-    "ppo, rollout anchor": {"algorithm.surrogate": "ppo", "algorithm.anchor": "rollout", "algorithm.clip_high": 0.28},
-    "ppo, approximate anchor": {"algorithm.surrogate": "ppo", "algorithm.anchor": "approximate"},
-    "gspo, rollout anchor": {"algorithm.surrogate": "gspo", "algorithm.anchor": "rollout"},
-    "cispo, rollout anchor": {"algorithm.surrogate": "cispo", "algorithm.anchor": "rollout"},
-    "sapo, rollout anchor": {"algorithm.surrogate": "sapo", "algorithm.anchor": "rollout"},
-    "dppo": {"algorithm.surrogate": "dppo"},
+    "sequence weight": {"policy_loss.name": "reinforce", "correction.weight": "sequence"},
+    "opsm alone": {"policy_loss.name": "reinforce", "correction.weight": "none", "correction.masks": ["opsm"]},
+    "ppo, rollout old policy": {
+        "policy_loss.name": "ppo",
+        "policy_loss.old_policy": "rollout",
+        "policy_loss.clip_high": 0.28,
+    },
+    "ppo, interpolated old policy": {"policy_loss.name": "ppo", "policy_loss.old_policy": "interpolated"},
+    "gspo, rollout old policy": {"policy_loss.name": "gspo", "policy_loss.old_policy": "rollout"},
+    "cispo, rollout old policy": {"policy_loss.name": "cispo", "policy_loss.old_policy": "rollout"},
+    "sapo, rollout old policy": {"policy_loss.name": "sapo", "policy_loss.old_policy": "rollout"},
+    "dppo": {"policy_loss.name": "dppo"},
 }
 """Every other correction, at the far lags. A mask takes the place of the default's own. With one update per batch the
-proximal anchor is the current policy, so a token weight on it is truncated_is by another name."""
+recomputed old policy is the current policy, so a token weight on it is truncated_is by another name."""
 
 
 @dataclass(frozen=True, order=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace.algorithms.token_advantages import advantage_settings
-from outpace.config.algorithm import AlgorithmConfig, configured_advantage
+from outpace.config.algorithm import AdvantageConfig, configured_advantage
 from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
 from outpace.rollouts.requests import ClientSettings
 from outpace.rollouts.worker import WorkerSettings
@@ -13,7 +13,7 @@ from outpace.types import FinishedGroup, GroupRecord, JournalLocation
 
 
 def worker_settings(client: ClientSettings, advantage: str = "dr_grpo", **changes: Any) -> WorkerSettings:
-    token_advantages = advantage_settings(configured_advantage(AlgorithmConfig(advantage=advantage)))
+    token_advantages = advantage_settings(configured_advantage(AdvantageConfig(name=advantage)))
     values: dict[str, Any] = {
         "eval_seed": 99,
         "eval_temperature": 0.0,

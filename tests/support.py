@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from hypothesis import settings as hypothesis_settings
 
 from outpace.checkpoint.journal import read_record, survey_journal
 from outpace.config import Config
-from outpace.config.load import make_config
+from outpace.config.load import (
+    CONFIG_FILE,
+    EMPTY_RESOLVED,
+    RESOLVED_FILE,
+    dump_resolved,
+    dump_settings,
+    make_config,
+)
 from outpace.config.validation import resolve
 from outpace.hardware.cpu import supports_bfloat16
 from outpace.types import FinishedGroup, GroupOrder, GroupRecord, GroupReport, Row
@@ -37,6 +44,18 @@ def resolved(settings: dict[str, Any] | None = None) -> Config:
 def examples(count: int, **options: Any) -> hypothesis_settings:
     """Set how many examples a property gets relative to the others; the profiles in conftest.py scale the number."""
     return hypothesis_settings(max_examples=max(1, count * hypothesis_settings().max_examples // 100), **options)
+
+
+def write_config(run: Path, config: Config, objects: Sequence[str] = ()) -> None:
+    """Write the config files of a run."""
+    (run / RESOLVED_FILE).write_text(dump_resolved(config))
+    (run / CONFIG_FILE).write_text(dump_settings(config, objects))
+
+
+def write_resolved(run: Path, text: str = "") -> None:
+    """Write the config files of a run with only these resolved settings."""
+    (run / RESOLVED_FILE).write_text(EMPTY_RESOLVED + text)
+    (run / CONFIG_FILE).write_text("")
 
 
 def as_arguments(settings: dict[str, Any]) -> list[str]:

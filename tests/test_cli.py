@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from outpace import cli
-from outpace.config.load import dump_toml
-from support import names, resolved, run_command
+from support import names, resolved, run_command, write_config
 
 
 def test_an_unexpected_error_exits_with_4_and_prints_its_traceback(
@@ -101,7 +100,7 @@ def test_resuming_a_completed_run_prints_one_line_and_changes_nothing(
 
 def test_a_run_with_server_engines_can_be_resumed_with_the_embedded_engine(tmp_path: Path) -> None:
     servers = {"engine.kind": "vllm", "launch.python": "/no/such/python", "launch.args": ["--flag"]}
-    (tmp_path / "config.toml").write_text(dump_toml(resolved(servers)))
+    write_config(tmp_path, resolved(servers))
     result = run_command("train", "--resume", str(tmp_path), "--engine.kind", "embedded", "--dry-run")
     assert result.returncode == 0, result.stderr
     assert "/no/such/python" not in result.stdout

@@ -17,8 +17,10 @@ import outpace
 from outpace import cli, errors
 from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
 from outpace.algorithms.corrections import MASKS, RATIO_BINS
-from outpace.algorithms.registry import Aggregation, Anchor, Credit
-from outpace.config.load import FIELDS, SECTIONS, make_config, parse_arguments
+from outpace.algorithms.registry import Aggregation, Credit, OldPolicy
+from outpace.config.algorithm import weight_settings
+from outpace.config.load import FIELDS, KNOWN, SECTIONS, make_config, parse_arguments
+from outpace.config.other_libraries import RENAMED
 from outpace.config.presets import PRESETS
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.metrics import RULES
@@ -102,9 +104,10 @@ def assert_has_help(verb: str) -> None:
 def test_every_documented_setting_exists(name: str) -> None:
     code = [*spans(name), *(body for _, body in FENCE.findall(text_of(name)))]
     named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
-    unknown = {f"{section}.{key}" for section, key in named} - (set(FIELDS) | simulated_settings(name))
+    unknown = {f"{section}.{key}" for section, key in named} - (set(KNOWN) | simulated_settings(name))
     refused = {"pacing.maxlag"}  # shown as an example of what is refused
-    assert unknown <= refused
+    own = {"policy_loss.floor"}  # of the example's own policy loss
+    assert unknown <= refused | own | set(RENAMED)
 
 
 def simulated_settings(name: str) -> set[str]:
@@ -127,13 +130,13 @@ def test_the_configuration_page_is_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "configuration_docs.py"))
     page = text_of("docs/configuration.md")
     assert page == script["generate"](), "run python scripts/configuration_docs.py"
-    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)) == sorted(FIELDS)
+    assert sorted(re.findall(r"^\| `(\w+\.\w+)` \|", page, re.MULTILINE)) == sorted(KNOWN)
 
 
 def test_help_lists_every_built_in_loss_estimator_and_normalizer() -> None:
-    for key, registry in (("surrogate", POLICY_LOSSES), ("advantage", ADVANTAGES), ("normalise", NORMALIZERS)):
-        words = set(re.findall(r"\w+", FIELDS[f"algorithm.{key}"].description or ""))
-        assert set(registry.built_in) <= words, key
+    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS):
+        words = set(re.findall(r"\w+", FIELDS[registry.setting].description or ""))
+        assert set(registry.built_in) <= words, registry.setting
 
 
 def _as_toml(value: object) -> str:
@@ -221,13 +224,24 @@ PRESET_ROW = re.compile(r"^\| `(\w+)` \|((?:[^|\n]*\|){7})$", re.MULTILINE)
 
 def test_every_built_in_algorithm_choice_is_on_the_algorithms_page() -> None:
     built_in = {name for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS) for name in registry.built_in}
-    choices = {*get_args(Anchor), *get_args(Aggregation), *get_args(Credit)}
+    choices = {*get_args(OldPolicy), *get_args(Aggregation), *get_args(Credit)}
     assert built_in | choices | set(MASKS) | set(PRESETS) <= set(spans(ALGORITHMS))
 
 
 def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
-    sections = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor")
-    settings = {key for key in FIELDS if key.partition(".")[0] in sections}
+    sections = (
+        "algorithm",
+        "policy_loss",
+        "advantage",
+        "correction",
+        "kl",
+        "critic",
+        "filter",
+        "difficulty",
+        "replay",
+        "governor",
+    )
+    settings = {key for key in KNOWN if key.partition(".")[0] in sections}
     named = {f"{section}.{key}" for text in spans(ALGORITHMS) for section, key in KEY.findall(text)}
     assert settings - named - {"governor.enabled"} == set()
 
@@ -248,15 +262,16 @@ def test_the_preset_table_matches_the_resolved_presets() -> None:
 
 def _cells_of_preset(name: str) -> list[str]:
     config = resolved({"algorithm.preset": name})
-    algorithm, correction = config.algorithm, config.correction
-    normalizer = "" if algorithm.normalise == "none" else f", `{algorithm.normalise}`"
-    cap = f", cap {correction.cap:g}" if correction.cap else ", no cap"
+    policy_loss, advantage, correction = config.policy_loss, config.advantage, config.correction
+    normalizer = "" if advantage.normalizer == "none" else f", `{advantage.normalizer}`"
+    cap = weight_settings(correction).get("cap")
+    capped = f", cap {cap:g}" if cap else ", no cap"
     return [
-        f"`{algorithm.surrogate}`",
-        str(algorithm.anchor),
-        f"`{algorithm.advantage}`{normalizer}",
-        str(algorithm.aggregation),
-        "none" if correction.weight == "none" else f"{correction.weight}{cap}",
+        f"`{policy_loss.name}`",
+        str(policy_loss.old_policy),
+        f"`{advantage.name}`{normalizer}",
+        str(policy_loss.aggregation),
+        "none" if correction.weight == "none" else f"{correction.weight}{capped}",
         ", ".join(f"`{mask}`" for mask in correction.masks or []),
         "yes" if config.learner.stream else "no",
     ]

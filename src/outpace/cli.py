@@ -89,14 +89,14 @@ _BARE_SETTING = re.compile(r"\+*([A-Za-z][\w.-]*?)(=.*)?", re.DOTALL)
 
 def _reject_bare_setting(word: str) -> None:
     """Reject `section.key=value` without dashes (Hydra style), which would be read as a config file name."""
-    from outpace.config.load import FIELDS
+    from outpace.config.load import KNOWN
     from outpace.config.other_libraries import equivalent_setting
 
     match = _BARE_SETTING.fullmatch(word)
     if match is None or Path(word).exists():
         return
     name, value = match[1], match[2] or ""
-    if name in FIELDS:
+    if name in KNOWN:
         raise BadInput(f"{word}: settings need two leading dashes: --{name}{value or ' value'}")
     if value and (remedy := equivalent_setting(name, "--")):
         raise BadInput(f"{name}: no such setting; {remedy}")
@@ -226,6 +226,14 @@ def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
     return run_check(arguments.run, settings)
 
 
+def migrate(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.commands.migrate import migrate as convert
+
+    _no_settings(settings)
+    print(convert(arguments.run))
+    return 0
+
+
 def _no_settings(settings: list[str]) -> None:
     if settings:
         raise BadInput(f"{settings[0]}: this command takes no settings")
@@ -244,7 +252,7 @@ class _Parser(argparse.ArgumentParser):
 
 COMMANDS = (
     "train", "eval", "play", "show", "export", "ledger", "serve", "check-logprobs", "fleet", "simulate", "doctor",
-    "bench",
+    "bench", "migrate",
 )  # fmt: skip
 _BENCHMARKS = {
     "engine": "outpace.commands.bench_engine",
@@ -374,7 +382,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the commands that read a run directory: `show`, `export` and `ledger`."""
+    """Add the commands for a run directory: `show`, `export`, `ledger` and `migrate`."""
     this = commands.add_parser("show", help="print a run's rollouts: prompts, completions, rewards", allow_abbrev=False)
     this.add_argument("run", type=Path, help="run directory; the run may still be active")
     this.add_argument("--step", type=int, metavar="N", help="only this step (default: the newest)")
@@ -399,6 +407,10 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this = commands.add_parser("ledger", help="print the outcome counts of a run's tasks as JSON", allow_abbrev=False)
     this.add_argument("run", type=Path, help="run directory")
     this.set_defaults(verb=ledger)
+
+    this = commands.add_parser("migrate", help="convert a run directory of outpace 0.1", allow_abbrev=False)
+    this.add_argument("run", type=Path, help="run directory; no run may be active in it")
+    this.set_defaults(verb=migrate)
 
 
 def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:

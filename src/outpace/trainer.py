@@ -26,7 +26,7 @@ from outpace.checkpoint.export import export
 from outpace.commands.evaluate import evaluate_plan
 from outpace.config import Config
 from outpace.config.defaults import default_directory, with_values
-from outpace.config.load import load_config, make_config
+from outpace.config.load import load_config, make_config, user_settings
 from outpace.config.other_libraries import equivalent_setting
 from outpace.controller.evaluation import Evaluation
 from outpace.errors import BadInput, one_line
@@ -220,9 +220,9 @@ def _config_type_error(config: Any) -> str:
 
 
 def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
-    values = config.model_dump(exclude_unset=True)
+    values = user_settings(config)
     for section, keys in changes.items():
-        values[section] = {**values.get(section, {}), **keys}
+        values[section] |= keys
     return make_config(values)
 
 

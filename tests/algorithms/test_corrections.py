@@ -153,7 +153,7 @@ def test_corrections_carry_no_gradient_even_when_their_ratio_does() -> None:
     log_ratio_N = tokens.logp_N - tokens.sampler_logp_N
     assert log_ratio_N.requires_grad
     for level in ("none", "token", "sequence"):
-        assert not correction_weights(tokens, log_ratio_N, level, 0.0, 2.0).requires_grad  # type: ignore[arg-type]
+        assert not correction_weights(tokens, log_ratio_N, level, cap=2.0).requires_grad  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -162,7 +162,7 @@ def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype)
     sequences = [[Token(-1.0, x, 0.0, -1.0)] for x in extreme] + [[Token(-1.0, x, 0.0, -1.0) for x in extreme]]
     tokens = lay_out(sequences, dtype)
     for level in ("token", "sequence"):
-        weights_N = correction_weights(tokens, log_rho(tokens), level, 0.0, None)  # type: ignore[arg-type]
+        weights_N = correction_weights(tokens, log_rho(tokens), level, cap=0)  # type: ignore[arg-type]
         assert weights_N.dtype == dtype
         assert weights_N.isfinite().all()
     assert kept(tokens, "token") == [False] * 12
@@ -174,7 +174,7 @@ def test_extreme_ratios_give_finite_weights_and_are_rejected(dtype: torch.dtype)
 def test_empty_passes_give_empty_weights_and_masks() -> None:
     for sequences in ([], [[]], [[], []]):
         tokens = lay_out(sequences)
-        assert correction_weights(tokens, log_rho(tokens), "sequence", 0.0, 2.0).shape == (0,)
+        assert correction_weights(tokens, log_rho(tokens), "sequence", cap=2.0).shape == (0,)
         assert keep_mask(tokens, log_rho(tokens), dict(MASK_CASES)).shape == (0,)
     assert m2po(np.zeros(0)).shape == (0,)
 

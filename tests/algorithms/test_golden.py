@@ -83,16 +83,16 @@ def test_policy_losses_relative_to_the_sampler_match_golden_values() -> None:
 
 
 def test_truncated_weights_match_golden_values() -> None:
-    raw_N = correction_weights(PROX, LOG_RHO, "token", 0.0, None)
+    raw_N = correction_weights(PROX, LOG_RHO, "token", cap=0)
     assert raw_N.tolist() == golden([1.105171, 0.904837, 3.320117, 1.051271, 0.818731])
-    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", 0.0, 2.0)) == golden(-0.380324)
-    by_sequence_N = correction_weights(PROX, LOG_RHO, "sequence", 0.0, None)
+    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", cap=2.0)) == golden(-0.380324)
+    by_sequence_N = correction_weights(PROX, LOG_RHO, "sequence", cap=0)
     assert by_sequence_N.tolist() == golden([3.320117] * 3 + [0.860708] * 2)
 
 
 def test_rejected_tokens_stay_in_the_denominator() -> None:
     kept_N = keep_mask(PROX, LOG_RHO, {"token": {"token_low": 0.5, "token_high": 2.0}})
-    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", 0.0, None) * kept_N) == golden(-0.083997)
+    assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", cap=0) * kept_N) == golden(-0.083997)
 
 
 @pytest.mark.parametrize(

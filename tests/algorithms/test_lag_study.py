@@ -34,7 +34,7 @@ def test_the_study_fixes_the_lag_exactly_and_varies_nothing_else(study: ModuleTy
         assert (config.pacing.max_lag, config.run.seed) == (run.lag, run.seed)
         assert config.learner.lr == (study.LR if run.setting == "usual" else study.STRESS_LR)
         if run.method == study.DEFAULT:
-            assert config.algorithm.surrogate == "truncated_is"
+            assert config.policy_loss.name == "truncated_is"
             assert config.correction.masks == ["opsm"]
 
 

@@ -38,8 +38,8 @@ QUICK: dict[str, Any] = {
 
 
 def trained(directory: Path, **settings: Any) -> list[float]:
-    """Return the losses of a short run; keywords are keys of `[algorithm]`, or dotted keys with `__` for the dot."""
-    named = {key.replace("__", ".") if "__" in key else f"algorithm.{key}": value for key, value in settings.items()}
+    """Return the losses of a short run; keywords are keys of `[policy_loss]`, or dotted keys with `__` for the dot."""
+    named = {key.replace("__", ".") if "__" in key else f"policy_loss.{key}": value for key, value in settings.items()}
     outpace.Trainer(config={**QUICK, **named, "run.dir": str(directory)}, quiet=True).train()
     return [line["loss/policy"] for line in read_lines(directory / "metrics.jsonl")]
 
@@ -65,14 +65,15 @@ def test_a_decorated_function_in_a_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     opening = "from __future__ import annotations\nimport numpy as np\nimport outpace\n"
     file.write_text(opening + source_of(POLICY_LOSS) + source_of(ADVANTAGE))
-    settings = {"algorithm.surrogate": f"{file}:banded_is", "algorithm.advantage": f"{file}:above_median"}
-    algorithm = resolved(settings).algorithm
-    assert (algorithm.cap, algorithm.clip_low, algorithm.anchor) == (2.0, 0.5, "rollout")
-    assert (algorithm.credit, algorithm.normalise) == ("episode", "none")
+    settings = {"policy_loss.name": f"{file}:banded_is", "advantage.name": f"{file}:above_median"}
+    config = resolved(settings)
+    assert config.policy_loss.model_extra == {"cap": 2.0, "floor": 0.5}
+    assert config.policy_loss.old_policy == "rollout"
+    assert (config.advantage.credit, config.advantage.normalizer) == ("episode", "none")
 
 
 def test_the_registry_finds_both_by_reference_and_lists_neither_as_built_in() -> None:
-    assert POLICY_LOSSES.find(POLICY_LOSS).parameters == {"cap": 2.0, "clip_low": 0.5}
+    assert POLICY_LOSSES.find(POLICY_LOSS).parameters == {"cap": 2.0, "floor": 0.5}
     assert ADVANTAGES.find(ADVANTAGE).additive
     assert "banded_is" not in POLICY_LOSSES.built_in
     assert "above_median" not in ADVANTAGES.built_in
@@ -83,7 +84,7 @@ def test_the_policy_loss_has_its_documented_gradient() -> None:
     sampler_N = torch.full((3,), -1.1, dtype=torch.float64)
     advantages_N = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     tokens = outpace.Tokens(logp_N, sampler_N, sampler_N, advantages_N, torch.zeros(3, dtype=torch.int64), 1)
-    loss_N = load_function(POLICY_LOSS, "algorithm")(tokens, cap=2.0, clip_low=0.5)
+    loss_N = load_function(POLICY_LOSS, "algorithm")(tokens, cap=2.0, floor=0.5)
     (gradient_N,) = torch.autograd.grad(loss_N.sum(), logp_N)
     assert gradient_N.tolist() == pytest.approx([-0.5 * 1.0, np.exp(0.1) * 2.0, -2.0 * 0.5])
 
@@ -91,21 +92,21 @@ def test_the_policy_loss_has_its_documented_gradient() -> None:
 def test_a_run_with_settings_equivalent_to_built_in_functions_repeats_their_losses_bitwise(tmp_path: Path) -> None:
     """Without a floor `banded_is` equals `truncated_is`; the median of two attempts is their mean."""
     alike: dict[str, Any] = {"correction__masks": ["opsm"]}
-    built_in = trained(tmp_path / "built_in", surrogate="truncated_is", advantage="dr_grpo", **alike)
-    own = trained(tmp_path / "own", surrogate=POLICY_LOSS, advantage=ADVANTAGE, clip_low=1.0, **alike)
+    built_in = trained(tmp_path / "built_in", name="truncated_is", advantage__name="dr_grpo", **alike)
+    own = trained(tmp_path / "own", name=POLICY_LOSS, advantage__name=ADVANTAGE, floor=0.0, **alike)
     assert own == built_in
     assert all(loss != 0 for loss in own)
 
 
 def test_a_run_uses_the_policy_loss_and_its_setting(tmp_path: Path) -> None:
     """With the floor at 1, every token that became less likely has full weight from the first step on."""
-    without_floor = trained(tmp_path / "without", surrogate=POLICY_LOSS, clip_low=1.0)
-    with_floor = trained(tmp_path / "with", surrogate=POLICY_LOSS, clip_low=0.0)
+    without_floor = trained(tmp_path / "without", name=POLICY_LOSS, floor=0.0)
+    with_floor = trained(tmp_path / "with", name=POLICY_LOSS, floor=1.0)
     assert with_floor[0] != without_floor[0]
 
 
 def test_a_run_uses_the_estimator(tmp_path: Path) -> None:
-    trained(tmp_path / "run", advantage=ADVANTAGE, rollout__group_size=5)
+    trained(tmp_path / "run", advantage__name=ADVANTAGE, rollout__group_size=5)
     groups = journalled(tmp_path / "run" / "journal").values()
     for group in groups:
         expected = np.array(group.rewards) - np.median(group.rewards)
@@ -123,8 +124,8 @@ def test_the_example_is_a_complete_script_that_trains_with_both(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(outpace, "Trainer", Quick)
     load_function(f"{EXAMPLE}:main", "example")()
-    assert Quick.given["algorithm.surrogate"] == POLICY_LOSS
-    assert Quick.given["algorithm.advantage"] == ADVANTAGE
+    assert Quick.given["policy_loss.name"] == POLICY_LOSS
+    assert Quick.given["advantage.name"] == ADVANTAGE
 
 
 class Quick(outpace.Trainer):

@@ -22,7 +22,7 @@ from outpace.algorithms.token_advantages import (
     group_advantages,
     turn_numbers,
 )
-from outpace.config.algorithm import AlgorithmConfig, ConfiguredFunction, configured_advantage
+from outpace.config.algorithm import AdvantageConfig, ConfiguredFunction, configured_advantage
 from outpace.errors import BadInput
 from outpace.types import OBSERVED, Row
 
@@ -45,7 +45,7 @@ def row(*turns: int, episode: int = 0, turn_rewards: Sequence[float] = (), **res
 
 def using(name: str = "dr_grpo", **values: Any) -> AdvantageSettings:
     weights = values.pop("weights", {})
-    config = AlgorithmConfig(advantage=name, **values)
+    config = AdvantageConfig(name=name, **values)
     chosen = advantage_settings(configured_advantage(config), config.credit, config.gamma)
     return AdvantageSettings(chosen.estimator, chosen.credit, chosen.gamma, weights)
 
@@ -71,7 +71,7 @@ def test_the_default_credit_is_the_first_of_the_estimator_without_discount() -> 
 @pytest.mark.parametrize(("name", "credit"), [("gdpo", "turn"), ("grpo", "token"), ("pass_at_k", "turn")])
 def test_a_credit_that_the_estimator_does_not_support_is_an_assertion_error(name: str, credit: Any) -> None:
     with pytest.raises(AssertionError):
-        advantage_settings(configured_advantage(AlgorithmConfig(advantage=name)), credit)
+        advantage_settings(configured_advantage(AdvantageConfig(name=name)), credit)
 
 
 def test_only_additive_estimators_declare_token_credit() -> None:

@@ -15,13 +15,12 @@ from benchmarks import checkpoint as bench
 from outpace.checkpoint.commit import begin, commit
 from outpace.checkpoint.journal import JournalWriter
 from outpace.config import Config
-from outpace.config.load import dump_toml
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.loading import load_model
-from support import kept_of, names, resolved
+from support import kept_of, names, resolved, write_config
 
 GOOD = CheckpointCost(
     steps=60,
@@ -64,7 +63,7 @@ def test_the_table_shows_both_ways_of_saving() -> None:
 def write_run(run_dir: Path, config: Config, lines: list[dict[str, Any]]) -> None:
     """Write the files that a run of this config leaves."""
     run_dir.mkdir()
-    (run_dir / "config.toml").write_text(dump_toml(config))
+    write_config(run_dir, config)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run_dir / "summary.json").write_text(json.dumps({"train_s": 3.0}))
     span = {"ph": "X", "cat": "checkpoint", "name": "version 1", "dur": 500_000.0}

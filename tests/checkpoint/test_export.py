@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from outpace.checkpoint.commit import begin, commit
 from outpace.checkpoint.export import export
 from outpace.errors import BadInput
+from support import write_resolved
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(tmp_path: Path, source: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.toml").write_text(f'[model]\npath = "{source}"\n')
+    write_resolved(folder, f'[model]\npath = "{source}"\n')
     for step in (1, 2):
         add_checkpoint(folder, step)
     return folder

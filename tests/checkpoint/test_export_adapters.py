@@ -18,7 +18,7 @@ from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.learner.torch_backend import published_tensors
-from support import resolved
+from support import resolved, write_resolved
 
 TOKENS = torch.arange(12)[None] % 32
 
@@ -46,7 +46,7 @@ def make_run(tmp_path: Path, base: Path) -> Callable[..., tuple[Path, LearnerCor
         temporary = begin(run / "checkpoints", 1)
         state.save(core, temporary)
         commit(temporary)
-        (run / "config.toml").write_text(f'[model]\npath = "{base}"\n')
+        write_resolved(run, f'[model]\npath = "{base}"\n')
         return run, core
 
     return make

@@ -12,14 +12,13 @@ from rich.console import Console
 from outpace.checkpoint.commit import CHECKPOINTS, begin, commit
 from outpace.commands import logprob_check as command
 from outpace.commands.logprob_check import check_logprobs, measure, print_table
-from outpace.config.load import dump_toml
 from outpace.controller.logprob_check import LogprobComparison
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.loading import load_model
-from support import names, resolved
+from support import names, resolved, write_config, write_resolved
 
 GOOD = LogprobComparison("agrees", "within the rounding of float32 (…)", tokens=256, mean=1e-6, high=3e-6, largest=2e-5)
 RAW = LogprobComparison(
@@ -57,7 +56,7 @@ def test_the_built_in_engine_and_the_learner_agree_on_the_starter() -> None:
 def write_run(directory: Path, version: int) -> None:
     """Write a run with a checkpoint whose weights differ from those of the base model."""
     config = resolved({"run.threads": 1})
-    (directory / "config.toml").write_text(dump_toml(config))
+    write_config(directory, config)
     core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
     core.version = version
     with torch.no_grad():
@@ -78,7 +77,7 @@ def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_or_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"/nothing\b"):
         measure(tmp_path / "nothing", [])
-    (tmp_path / "config.toml").write_text("")
+    write_resolved(tmp_path)
     with pytest.raises(BadInput, match="checkpoint"):
         measure(tmp_path, [])
 

@@ -11,6 +11,7 @@ import pytest
 
 from outpace.cli import main
 from outpace.commands.show import show
+from outpace.config.load import EMPTY_RESOLVED
 from outpace.errors import BadInput
 from outpace.monitoring.rollout_files import RecordedAttempt, RecordedTrajectory, RecordedTurn, RolloutWriter
 from outpace.monitoring.run_directory import BatchGroup, RunLog, UntrainedVisit
@@ -121,7 +122,7 @@ def test_a_request_for_something_not_recorded_is_refused_in_one_line(run: Path, 
 
 def test_a_run_that_records_no_rollouts_names_the_setting(tmp_path: Path) -> None:
     log = RunLog.claim(tmp_path / "run")
-    log.start("[run]\nshow_rollouts = 0\n")
+    log.start(resolved=EMPTY_RESOLVED + "[run]\nshow_rollouts = 0\n")
     log.close()
     with pytest.raises(BadInput, match=r"run\.show_rollouts"):
         shown(log.dir)

@@ -1,5 +1,6 @@
 """Refused combinations of algorithm settings; every message starts with the key to change."""
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ import torch
 
 import outpace
 from outpace.algorithms.registry import POLICY_LOSSES
-from outpace.config.load import make_config
+from outpace.config.load import dump_toml, make_config, user_settings
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from support import names
 
-PPO = {"algorithm.surrogate": "ppo"}
+PPO = {"policy_loss.name": "ppo"}
 ONE = {"rollout.group_size": 1}
 
 
@@ -31,12 +32,12 @@ def refusal(values: dict[str, Any]) -> str:
         (
             {"correction.weight": "token"},
             "correction.weight",
-            'algorithm.anchor "none" proximal reinforce ppo',
+            'policy_loss.old_policy "none" reinforce ppo',
         ),
         (
-            {**PPO, "algorithm.anchor": "rollout", "correction.weight": "sequence"},
+            {**PPO, "policy_loss.old_policy": "rollout", "correction.weight": "sequence"},
             "correction.weight",
-            'algorithm.anchor "none" proximal approximate',
+            'policy_loss.old_policy "none" recomputed interpolated',
         ),
         (
             {"kl.coefficient": 0.1, "kl.place": "reward", "kl.estimator": "unbiased"},
@@ -55,18 +56,18 @@ def test_settings_that_would_apply_a_ratio_twice_are_refused(values: dict[str, A
     ("values", "key", "expected"),
     [
         (
-            {"algorithm.surrogate": "importance"},
-            "algorithm.surrogate",
-            'truncated_is "token" pacing.max_lag 2 1 algorithm.force',
+            {"policy_loss.name": "importance"},
+            "policy_loss.name",
+            'truncated_is "token" pacing.max_lag 2 1 algorithm.allow_unbounded',
         ),
         (
-            {"algorithm.surrogate": "importance", "correction.masks": ["sequence"]},
-            "algorithm.surrogate",
+            {"policy_loss.name": "importance", "correction.masks": ["sequence"]},
+            "policy_loss.name",
             "pacing.max_lag 2",
         ),
         (
-            {"algorithm.surrogate": "importance", "pacing.max_lag": 0, "replay.fraction": 0.5},
-            "algorithm.surrogate",
+            {"policy_loss.name": "importance", "pacing.max_lag": 0, "replay.fraction": 0.5},
+            "policy_loss.name",
             "pacing.max_lag replay.max_age 8",
         ),
         (
@@ -89,14 +90,14 @@ def test_unbounded_importance_weights_are_refused_for_stale_tokens(
     message = refusal(values)
     assert message.startswith(f"{key}: ")
     assert names(message, expected)
-    resolve(make_config({**values, "algorithm.force": True}))
+    resolve(make_config({**values, "algorithm.allow_unbounded": True}))
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"algorithm.surrogate": "importance", "pacing.max_lag": 1},
-        {"algorithm.surrogate": "importance", "correction.masks": ["token"]},
+        {"policy_loss.name": "importance", "pacing.max_lag": 1},
+        {"policy_loss.name": "importance", "correction.masks": ["token"]},
         {**PPO, "correction.cap": 0, "pacing.max_lag": 1},
         {**PPO, "correction.cap": 0, "pacing.max_lag": 0, "replay.fraction": 0.5, "replay.max_age": 1},
         {**PPO, "correction.cap": 0, "correction.masks": ["token"]},
@@ -110,11 +111,11 @@ def test_uncapped_importance_weights_are_accepted_at_low_lag_or_with_a_mask(valu
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"algorithm.normalise": "batch_std"}, "batch_std"),
-        ({"algorithm.advantage": "gae"}, "gae"),
-        ({"algorithm.advantage": "gdpo"}, "whiten_sequences"),
-        ({"algorithm.updates": 2}, "updates"),
-        ({"algorithm.passes": 2}, "updates"),
+        ({"advantage.normalizer": "batch_std"}, "batch_std"),
+        ({"advantage.name": "gae"}, "gae"),
+        ({"advantage.name": "gdpo"}, "whiten_sequences"),
+        ({"algorithm.minibatches": 2}, "updates"),
+        ({"algorithm.epochs_per_batch": 2}, "updates"),
         ({"correction.masks": ["token", "m2po"]}, "m2po"),
         ({"kl.coefficient": 0.1, "kl.place": "reward"}, 'kl.place "reward"'),
     ],
@@ -129,36 +130,36 @@ def test_settings_that_need_the_whole_batch_disable_streaming(values: dict[str, 
 @pytest.mark.parametrize(
     ("values", "key", "expected"),
     [
-        ({"algorithm.cap": 3, **PPO}, "algorithm.cap", "truncated_is cispo"),
-        ({"algorithm.clip_low": 0.1}, "algorithm.clip_low", "truncated_is dr_grpo ppo"),
-        ({"algorithm.dual_clip": 3}, "algorithm.dual_clip", "ppo"),
-        ({"algorithm.std_epsilon": 1e-3}, "algorithm.std_epsilon", "grpo"),
-        ({"algorithm.pass_k": 2}, "algorithm.pass_k", "pass_at_k"),
-        ({"algorithm.gamma": 0.9}, "algorithm.gamma", 'algorithm.credit "turn" "token"'),
+        ({"policy_loss.cap": 3, **PPO}, "policy_loss.cap", "truncated_is cispo"),
+        ({"policy_loss.clip_low": 0.1}, "policy_loss.clip_low", "truncated_is cap ppo"),
+        ({"policy_loss.dual_clip": 3}, "policy_loss.dual_clip", "ppo"),
+        ({"advantage.std_epsilon": 1e-3}, "advantage.std_epsilon", "grpo"),
+        ({"advantage.k": 2}, "advantage.k", "pass_at_k"),
+        ({"advantage.gamma": 0.9}, "advantage.gamma", 'advantage.credit "turn" "token"'),
         (
-            {"algorithm.gae_lambda": 0.9, "algorithm.credit": "turn"},
-            "algorithm.gae_lambda",
-            'algorithm.advantage "gae"',
+            {"advantage.gae_lambda": 0.9, "advantage.credit": "turn"},
+            "advantage.gae_lambda",
+            "dr_grpo none gae",
         ),
-        ({"correction.cap": 3}, "correction.cap", "rollout"),
-        ({"correction.floor": 0.1, **PPO, "correction.weight": "none"}, "correction.floor", "correction.weight"),
-        ({"correction.token_low": 0.1}, "correction.token_low", "token correction.masks"),
+        ({"correction.cap": 3}, "correction.cap", "weight none opsm_delta"),
+        ({"correction.floor": 0.1, **PPO, "correction.weight": "none"}, "correction.floor", "weight none"),
+        ({"correction.token_low": 0.1}, "correction.token_low", "token masks opsm"),
         (
             {"correction.masks": ["token"], "correction.veto_below": 0.1},
             "correction.veto_below",
-            "veto correction.masks",
+            "veto masks token_low token_high",
         ),
         ({"kl.estimator": "k3"}, "kl.estimator", "kl.coefficient 0"),
         ({"kl.place": "loss"}, "kl.place", "kl.coefficient 0"),
         ({"kl.sync_every": 3}, "kl.sync_every", "kl.coefficient 0"),
-        ({"critic.lr": 1e-3}, "critic.lr", 'algorithm.advantage "gae"'),
-        ({"critic.shared": False}, "critic.shared", 'algorithm.advantage "gae"'),
-        ({"filter.uniform": False, "filter.tolerance": 0.1}, "filter.tolerance", "filter.uniform true"),
+        ({"critic.lr": 1e-3}, "critic.lr", 'advantage.name "gae"'),
+        ({"critic.shared": False}, "critic.shared", 'advantage.name "gae"'),
+        ({"filter.uniform": False, "filter.tolerance": 0.1}, "filter.tolerance", "filter.uniform false"),
         ({"difficulty.rest_epochs": 2}, "difficulty.rest_epochs", "difficulty.easy_above difficulty.hard_below"),
         ({"replay.max_age": 4}, "replay.max_age", "replay.fraction 0"),
         ({"replay.times": 4}, "replay.times", "replay.fraction 0"),
-        ({"governor.enabled": False, "governor.patience": 4}, "governor.patience", "governor.enabled true"),
-        ({"run.deterministic": True, "governor.ess_min": 0.4}, "governor.ess_min", "governor.enabled true"),
+        ({"governor.enabled": False, "governor.patience": 4}, "governor.patience", "governor.enabled false"),
+        ({"run.deterministic": True, "governor.ess_min": 0.4}, "governor.ess_min", "governor.enabled false"),
         ({"rewards.overlong_penalty": 2}, "rewards.overlong_penalty", "rewards.overlong_buffer 0"),
     ],
 )
@@ -171,27 +172,27 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
 @pytest.mark.parametrize(
     ("values", "key", "expected"),
     [
-        ({"algorithm.surrogate": "pppo"}, "algorithm.surrogate", "'pppo' ppo?"),
-        ({"algorithm.surrogate": "PPO"}, "algorithm.surrogate", "'PPO' ppo?"),
-        ({"algorithm.surrogate": "zzz"}, "algorithm.surrogate", "'zzz' reinforce ppo package.module:function"),
-        ({"algorithm.advantage": "Dr-GRPO"}, "algorithm.advantage", "'Dr-GRPO' dr_grpo?"),
-        ({"algorithm.normalise": "BatchStd"}, "algorithm.normalise", "'BatchStd' batch_std?"),
-        ({"algorithm.advantage": "ppo"}, "algorithm.advantage", "ppo policy loss"),
-        ({"algorithm.surrogate": "grpo"}, "algorithm.surrogate", "grpo advantage"),
-        ({"algorithm.advantage": "my.py"}, "algorithm.advantage", "my.py:function"),
-        ({"algorithm.surrogate": "__main__:f"}, "algorithm.surrogate", "script.py:f"),
-        ({"algorithm.advantage": "a:b:c"}, "algorithm.advantage", "a:b:c module"),
+        ({"policy_loss.name": "pppo"}, "policy_loss.name", "'pppo' ppo?"),
+        ({"policy_loss.name": "PPO"}, "policy_loss.name", "'PPO' ppo?"),
+        ({"policy_loss.name": "zzz"}, "policy_loss.name", "'zzz' reinforce ppo package.module:function"),
+        ({"advantage.name": "Dr-GRPO"}, "advantage.name", "'Dr-GRPO' dr_grpo?"),
+        ({"advantage.normalizer": "BatchStd"}, "advantage.normalizer", "'BatchStd' batch_std?"),
+        ({"advantage.name": "ppo"}, "advantage.name", "ppo policy loss"),
+        ({"policy_loss.name": "grpo"}, "policy_loss.name", "grpo advantage"),
+        ({"advantage.name": "my.py"}, "advantage.name", "my.py:function"),
+        ({"policy_loss.name": "__main__:f"}, "policy_loss.name", "script.py:f"),
+        ({"advantage.name": "a:b:c"}, "advantage.name", "a:b:c module"),
         (
-            {"algorithm.anchor": "proximal"},
-            "algorithm.anchor",
-            "truncated_is proximal rollout",
+            {"policy_loss.old_policy": "recomputed"},
+            "policy_loss.old_policy",
+            "truncated_is recomputed rollout",
         ),
-        ({"algorithm.advantage": "gdpo", "algorithm.credit": "turn"}, "algorithm.credit", "gdpo turn episode"),
-        ({"algorithm.advantage": "grpo", "algorithm.credit": "token"}, "algorithm.credit", "grpo token episode turn"),
+        ({"advantage.name": "gdpo", "advantage.credit": "turn"}, "advantage.credit", "gdpo turn episode"),
+        ({"advantage.name": "grpo", "advantage.credit": "token"}, "advantage.credit", "grpo token episode turn"),
         ({"correction.masks": ["veto", "veto"]}, "correction.masks", "veto"),
         (
-            {"algorithm.credit": "token", "algorithm.gamma": 0.0},
-            "algorithm.gamma",
+            {"advantage.credit": "token", "advantage.gamma": 0.0},
+            "advantage.gamma",
             'dr_grpo "turn" "none"',
         ),
         (
@@ -200,16 +201,16 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
             "1.0 correction.geometric_high",
         ),
         ({**PPO, "correction.floor": 2}, "correction.floor", "correction.cap 2.0"),
-        (ONE, "rollout.group_size", '1 2 algorithm.advantage "none"'),
-        ({**ONE, "algorithm.advantage": "none", "filter.uniform": True}, "filter.uniform", "false"),
+        (ONE, "rollout.group_size", '1 2 advantage.name "none"'),
+        ({**ONE, "advantage.name": "none", "filter.uniform": True}, "filter.uniform", "false"),
         ({"filter.min_group": 9}, "filter.min_group", "9 rollout.group_size 8"),
         ({"filter.min_group": 1}, "filter.min_group", "dr_grpo 2"),
         (
-            {"algorithm.advantage": "pass_at_k", "algorithm.pass_k": 9},
-            "algorithm.pass_k",
+            {"advantage.name": "pass_at_k", "advantage.k": 9},
+            "advantage.k",
             "9 rollout.group_size 8",
         ),
-        ({"algorithm.updates": 5, "pacing.groups_per_step": 4}, "algorithm.updates", "4"),
+        ({"algorithm.minibatches": 5, "pacing.groups_per_step": 4}, "algorithm.minibatches", "4"),
         ({"rewards.overlong_buffer": 33}, "rewards.overlong_buffer", "33 rollout.max_tokens 32"),
         (
             {"difficulty.easy_above": 0.5, "difficulty.hard_below": 0.5},
@@ -220,7 +221,7 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
         ({"governor.enabled": True, "pacing.max_lag": 0}, "governor.enabled", "pacing.max_lag 0"),
         ({"difficulty.easy_above": 0.9, "run.epochs": 1}, "difficulty.easy_above", "run.epochs 1"),
         ({"difficulty.hard_below": 0.1, "run.epochs": 1}, "difficulty.hard_below", "run.epochs 1"),
-        ({**ONE, "algorithm.advantage": "none", "replay.fraction": 0.5}, "replay.fraction", "rollout.group_size 2"),
+        ({**ONE, "advantage.name": "none", "replay.fraction": 0.5}, "replay.fraction", "rollout.group_size 2"),
         ({"governor.enabled": True, "run.deterministic": True}, "governor.enabled", "run.deterministic"),
         (
             {"filter.truncated": "mask", "kl.coefficient": 0.1, "kl.place": "reward"},
@@ -228,7 +229,7 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
             'baseline "loss"',
         ),
         (
-            {"algorithm.advantage": "gdpo", "kl.coefficient": 0.1, "kl.place": "reward"},
+            {"advantage.name": "gdpo", "kl.coefficient": 0.1, "kl.place": "reward"},
             "kl.place",
             'gdpo "loss"',
         ),
@@ -245,25 +246,24 @@ def test_invalid_or_conflicting_algorithm_settings_are_refused(values: dict[str,
 @pytest.mark.parametrize(("bound", "value"), [("low", 1.2), ("high", 0.9)])
 def test_a_mask_that_would_reject_on_policy_data_is_refused(name: str, bound: str, value: float) -> None:
     message = refusal({"correction.masks": [name], f"correction.{name}_{bound}": value})
-    what = "tokens" if name == "token" else "sequences"
     assert message.startswith(f"correction.{name}_{bound}: ")
-    assert names(message, f"{value} {what} 1")
+    assert names(message, f"{value} {name} 1")
 
 
 def test_a_veto_of_on_policy_sequences_is_refused() -> None:
     message = refusal({"correction.masks": ["veto"], "correction.veto_below": 1.2})
     assert message.startswith("correction.veto_below: ")
-    assert names(message, "1.2 sequences 1")
+    assert names(message, "1.2 veto 1")
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {**ONE, "algorithm.advantage": "none"},
+        {**ONE, "advantage.name": "none"},
         {**ONE, "algorithm.preset": "ppo"},
-        {**PPO, "algorithm.anchor": "rollout", "correction.weight": "none"},
-        {**PPO, "correction.floor": 3, "correction.cap": 0, "algorithm.force": True},
-        {"algorithm.advantage": "pass_at_k", "algorithm.pass_k": 8},
+        {**PPO, "policy_loss.old_policy": "rollout", "correction.weight": "none"},
+        {**PPO, "correction.floor": 3, "correction.cap": 0, "algorithm.allow_unbounded": True},
+        {"advantage.name": "pass_at_k", "advantage.k": 8},
         {"filter.min_group": 8},
         {"rewards.overlong_buffer": 32},
         {"governor.min_lag": 1},
@@ -275,7 +275,7 @@ def test_a_veto_of_on_policy_sequences_is_refused() -> None:
         {"correction.masks": ["token", "veto"], "correction.token_low": 1.0, "correction.veto_below": 1.0},
         {"learner.stream": True},
         {"replay.fraction": 0.5, "run.deterministic": True},
-        {"algorithm.updates": 64},
+        {"algorithm.minibatches": 64},
         {"kl.coefficient": 0.1, "kl.estimator": "unbiased"},
         {"governor.enabled": False, "run.deterministic": True},
     ],
@@ -289,7 +289,7 @@ def test_algorithm_settings_at_the_limits_of_the_rules_are_accepted(values: dict
 OWN = """
 import outpace
 
-@outpace.policy_loss(anchors=("rollout",))
+@outpace.policy_loss(old_policies=("rollout",))
 def loss(tokens: outpace.Tokens, *, cap: float = 7.0):
     return -tokens.advantages_N * tokens.ratio_N.clamp(max=cap)
 
@@ -298,10 +298,14 @@ def greedy(tokens: outpace.Tokens, *, sharpness: float = 7.0):
     return tokens.logp_N
 
 @outpace.policy_loss()
-def wrong(tokens: outpace.Tokens, *, cap: float = -1.0):
+def wrong(tokens: outpace.Tokens, *, cap: int = 1.5):
     return tokens.logp_N
 
-@outpace.advantage(normalise="batch_std", needs_peers=False)
+@outpace.policy_loss()
+def taken(tokens: outpace.Tokens, *, aggregation: str = "mean"):
+    return tokens.logp_N
+
+@outpace.advantage(normalizer="batch_std", needs_peers=False)
 def reward(peers: outpace.GroupReturns):
     return peers.returns_G
 
@@ -333,16 +337,38 @@ def own(tmp_path: Path) -> str:
 
 
 def test_a_user_function_brings_its_defaults_like_a_built_in_one(own: str) -> None:
-    given = {"algorithm.surrogate": f"{own}:loss", "algorithm.advantage": f"{own}:reward"}
-    algorithm = resolve(make_config(given)).algorithm
-    assert (algorithm.cap, algorithm.anchor, algorithm.normalise) == (7.0, "rollout", "batch_std")
+    given = {"policy_loss.name": f"{own}:loss", "advantage.name": f"{own}:reward"}
+    config = resolve(make_config(given))
+    assert config.policy_loss.model_extra == {"cap": 7.0}
+    assert (config.policy_loss.old_policy, config.advantage.normalizer) == ("rollout", "batch_std")
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "0.5"])
+def test_a_user_function_gets_settings_from_its_keyword_arguments(own: str, value: Any) -> None:
+    config = resolve(make_config({"policy_loss": {"name": f"{own}:greedy", "sharpness": value}}))
+    assert config.policy_loss.model_extra == {"sharpness": float(value)}
+    assert resolve(make_config(tomllib.loads(dump_toml(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("sharpness", "high", "number 'high' greedy"),
+        ("cap", 2.0, "truncated_is greedy sharpness"),
+        ("shrp", 1, "sharpness?"),
+    ],
+)
+def test_a_setting_that_a_user_function_does_not_take_is_refused(own: str, key: str, value: Any, expected: str) -> None:
+    message = refusal({"policy_loss": {"name": f"{own}:greedy", key: value}})
+    assert message.startswith(f"policy_loss.{key}: ")
+    assert names(message, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("greedy", "greedy sharpness cap clip_low"),
-        ("wrong", "wrong algorithm.cap -1.0"),
+        ("wrong", "wrong cap 1.5"),
+        ("taken", "taken aggregation [policy_loss]"),
         ("bare", "own.py:bare @outpace.policy_loss"),
         ("reward", "own.py:reward advantage"),
         ("batch", "own.py:batch normalizer"),
@@ -350,42 +376,43 @@ def test_a_user_function_brings_its_defaults_like_a_built_in_one(own: str) -> No
     ],
 )
 def test_a_user_function_that_cannot_be_configured_is_refused(own: str, name: str, expected: str) -> None:
-    message = refusal({"algorithm.surrogate": f"{own}:{name}"})
-    assert message.startswith("algorithm.surrogate: ")
+    message = refusal({"policy_loss.name": f"{own}:{name}"})
+    assert message.startswith("policy_loss.name: ")
     assert names(message, expected)
 
 
-def test_a_registered_function_with_a_keyword_that_is_not_a_setting_is_refused() -> None:
+def test_a_function_registered_by_a_script_gets_settings_from_its_keyword_arguments() -> None:
     @outpace.policy_loss
     def scripted(tokens: outpace.Tokens, *, sharpness: float = 7.0) -> torch.Tensor:
         return tokens.logp_N * sharpness
 
     try:
-        message = refusal({"algorithm.surrogate": "scripted"})
-        assert message.startswith("algorithm.surrogate: ")
-        assert names(message, "scripted sharpness")
+        config = resolve(make_config({"policy_loss.name": "scripted"}))
+        assert config.policy_loss.model_extra == {"sharpness": 7.0}
     finally:
         del POLICY_LOSSES.own["scripted"]
 
 
 def test_a_name_with_line_breaks_is_refused_in_one_line() -> None:
-    assert refusal({"algorithm.surrogate": "no\nsuch:thing"}).startswith("algorithm.surrogate: ")
+    assert refusal({"policy_loss.name": "no\nsuch:thing"}).startswith("policy_loss.name: ")
 
 
 def test_a_decorator_needs_no_parentheses(own: str) -> None:
-    given = {"surrogate": f"{own}:plain", "advantage": f"{own}:unadorned", "normalise": f"{own}:batch"}
-    chosen = resolve(make_config({"algorithm": given})).algorithm
-    assert (chosen.cap, chosen.anchor, chosen.credit) == (7.0, "proximal", "episode")
-    assert {key: getattr(chosen, key) for key in given} == given
+    given = {"policy_loss": {"name": f"{own}:plain"}}
+    given["advantage"] = {"name": f"{own}:unadorned", "normalizer": f"{own}:batch"}
+    config = resolve(make_config(given))
+    assert (config.policy_loss.model_extra, config.policy_loss.old_policy) == ({"cap": 7.0}, "recomputed")
+    assert config.advantage.credit == "episode"
+    assert {**user_settings(config), **given} == user_settings(config)
 
 
 @pytest.mark.parametrize(
     ("decorator", "expected"),
     [
-        ("policy_loss(anchors=())", "anchors proximal rollout approximate"),
-        ("policy_loss(anchors=('sampler',))", "anchors 'sampler' proximal rollout approximate"),
-        ("policy_loss(anchors='rollout')", "anchors 'rollout' tuple"),
-        ("policy_loss(anchors=([],))", "anchors [] proximal"),
+        ("policy_loss(old_policies=())", "old_policies recomputed rollout interpolated"),
+        ("policy_loss(old_policies=('sampler',))", "old_policies 'sampler' recomputed rollout interpolated"),
+        ("policy_loss(old_policies='rollout')", "old_policies 'rollout' tuple"),
+        ("policy_loss(old_policies=([],))", "old_policies [] recomputed"),
         ("policy_loss(aggregation='mean')", "aggregation 'mean' token_mean"),
         ("policy_loss(masks=('vetoo',))", "masks 'vetoo' token"),
         ("advantage(credits=())", "credits episode turn token"),
@@ -397,7 +424,7 @@ def test_a_decorator_needs_no_parentheses(own: str) -> None:
 def test_invalid_decorator_arguments_are_refused(tmp_path: Path, decorator: str, expected: str) -> None:
     file = tmp_path / "odd.py"
     file.write_text(f"import outpace\n@outpace.{decorator}\ndef mine(x):\n    return x\n")
-    setting = "algorithm.surrogate" if decorator.startswith("policy_loss") else "algorithm.advantage"
+    setting = "policy_loss.name" if decorator.startswith("policy_loss") else "advantage.name"
     message = refusal({setting: f"{file}:mine"})
     assert message.startswith(f"{setting}: ")
     assert names(message, f"mine {expected}")
@@ -406,13 +433,13 @@ def test_invalid_decorator_arguments_are_refused(tmp_path: Path, decorator: str,
 def test_a_user_advantage_function_cannot_have_a_critic(tmp_path: Path) -> None:
     file = tmp_path / "critic.py"
     file.write_text("import outpace\n@outpace.advantage(critic=True)\ndef mine(x):\n    return x\n")
-    assert "unexpected keyword argument 'critic'" in refusal({"algorithm.advantage": f"{file}:mine"})
+    assert "unexpected keyword argument 'critic'" in refusal({"advantage.name": f"{file}:mine"})
 
 
 def test_an_advantage_of_single_rewards_does_not_support_turn_credit(own: str) -> None:
-    given = {"algorithm.advantage": f"{own}:single"}
-    message = refusal({**given, "algorithm.credit": "turn"})
-    assert message.startswith("algorithm.credit: ")
+    given = {"advantage.name": f"{own}:single"}
+    message = refusal({**given, "advantage.credit": "turn"})
+    assert message.startswith("advantage.credit: ")
     assert names(message, 'single "episode"')
     resolve(make_config(given))
 
@@ -422,14 +449,15 @@ def test_resolving_makes_paths_of_function_files_absolute(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = {
-        "algorithm": {"surrogate": "own.py:plain", "advantage": "./own.py:unadorned", "normalise": "own.py:batch"},
+        "policy_loss": {"name": "own.py:plain"},
+        "advantage": {"name": "./own.py:unadorned", "normalizer": "own.py:batch"},
         "rollout": {"function": "sub/../own.py:bare"},
         "rewards": {"functions": ["own.py:bare", "number", "package.module:function"]},
     }
     config = resolve(make_config(given))
-    assert config.algorithm.surrogate == f"{own}:plain"
-    assert config.algorithm.advantage == f"{own}:unadorned"
-    assert config.algorithm.normalise == f"{own}:batch"
+    assert config.policy_loss.name == f"{own}:plain"
+    assert config.advantage.name == f"{own}:unadorned"
+    assert config.advantage.normalizer == f"{own}:batch"
     assert config.rollout.function == f"{tmp_path}/sub/../own.py:bare"
     assert config.rewards.functions == [f"{own}:bare", "number", "package.module:function"]
     assert resolve(config) == config

@@ -1,6 +1,5 @@
 """Defaults that depend on the chosen functions, as properties of every valid combination."""
 
-import re
 import tomllib
 from typing import Any
 
@@ -17,26 +16,27 @@ from outpace.config.algorithm import (
     configured_normalizer,
     configured_policy_loss,
 )
-from outpace.config.defaults import DEPENDENT_KEYS, fill_defaults, get_value, keys_at_default, with_values
-from outpace.config.load import FIELDS, dump_toml, make_config
+from outpace.config.base import OpenedBy
+from outpace.config.defaults import fill_defaults, get_value, unused_keys
+from outpace.config.load import FIELDS, PARAMETERS, SECTIONS, dump_settings, dump_toml, make_config, user_settings
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
 
 SAMPLE: dict[str, Any] = {
-    "algorithm.gamma": 0.5,
-    "algorithm.gae_lambda": 0.5,
-    "algorithm.pass_k": 2,
-    "algorithm.std_epsilon": 0.01,
-    "algorithm.cap": 3.0,
-    "algorithm.clip_low": 0.1,
-    "algorithm.clip_high": 0.3,
-    "algorithm.dual_clip": 3.0,
-    "algorithm.tau_positive": 2.0,
-    "algorithm.tau_negative": 2.0,
-    "algorithm.divergence": "kl",
-    "algorithm.trust_low": 0.1,
-    "algorithm.trust_high": 0.1,
-    "algorithm.ratio_penalty": 0.1,
+    "advantage.gamma": 0.5,
+    "advantage.gae_lambda": 0.5,
+    "advantage.k": 2,
+    "advantage.std_epsilon": 0.01,
+    "policy_loss.cap": 3.0,
+    "policy_loss.clip_low": 0.1,
+    "policy_loss.clip_high": 0.3,
+    "policy_loss.dual_clip": 3.0,
+    "policy_loss.tau_positive": 2.0,
+    "policy_loss.tau_negative": 2.0,
+    "policy_loss.divergence": "kl",
+    "policy_loss.trust_low": 0.1,
+    "policy_loss.trust_high": 0.1,
+    "policy_loss.ratio_penalty": 0.1,
     "correction.cap": 4.0,
     "correction.floor": 0.25,
     "correction.token_low": 0.25,
@@ -65,19 +65,21 @@ SAMPLE: dict[str, Any] = {
     "governor.min_lag": 1,
     "rewards.overlong_penalty": 2.0,
     "lora.alpha": 5.0,
+    "lora.targets": ["q_proj"],
 }
 """A valid non-default value for every key that only some choices read."""
 
-ALWAYS = {f"algorithm.{key}" for key in ("advantage", "normalise", "credit", "surrogate", "anchor", "aggregation")} | {
+ALWAYS = {
+    "policy_loss.old_policy",
+    "policy_loss.aggregation",
+    "advantage.normalizer",
+    "advantage.credit",
     "correction.weight",
     "correction.masks",
     "filter.uniform",
     "filter.min_group",
     "governor.enabled",
 }
-
-OPTIONAL = {"algorithm.dual_clip", "algorithm.pass_k"}
-"""Keys that may have no value although something reads them."""
 
 
 @st.composite
@@ -87,15 +89,15 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
     advantage = draw(st.sampled_from(sorted(ADVANTAGES.built_in)))
     deterministic = draw(st.booleans())
     values: dict[str, Any] = {
-        "algorithm.surrogate": surrogate,
-        "algorithm.advantage": advantage,
-        "algorithm.anchor": draw(st.sampled_from(POLICY_LOSSES.find(surrogate).anchors)),
-        "algorithm.credit": draw(st.sampled_from(ADVANTAGES.find(advantage).credits)),
-        "algorithm.normalise": draw(st.sampled_from([None, *NORMALIZERS.built_in])),
-        "algorithm.aggregation": draw(st.sampled_from([None, "token_mean", "dr_grpo"])),
+        "policy_loss.name": surrogate,
+        "advantage.name": advantage,
+        "policy_loss.old_policy": draw(st.sampled_from(POLICY_LOSSES.find(surrogate).old_policies)),
+        "advantage.credit": draw(st.sampled_from(ADVANTAGES.find(advantage).credits)),
+        "advantage.normalizer": draw(st.sampled_from([None, *NORMALIZERS.built_in])),
+        "policy_loss.aggregation": draw(st.sampled_from([None, "token_mean", "dr_grpo"])),
         "algorithm.preset": draw(st.sampled_from([None, "grpo", "dapo", "ppo", "gspo"])),
-        "algorithm.updates": draw(st.integers(1, 2)),
-        "algorithm.force": True,
+        "algorithm.minibatches": draw(st.integers(1, 2)),
+        "algorithm.allow_unbounded": True,
         "correction.masks": draw(st.lists(st.sampled_from(sorted(MASKS)), unique=True)),
         "kl.coefficient": draw(st.sampled_from([0.0, 0.1])),
         "filter.uniform": draw(st.sampled_from([None, False, True])),
@@ -107,7 +109,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "run.deterministic": deterministic,
         "run.dir": "here",
     }
-    if values["algorithm.anchor"] != "rollout":
+    if values["policy_loss.old_policy"] != "rollout":
         values["correction.weight"] = draw(st.sampled_from([None, "none", "token", "sequence"]))
     if not deterministic:
         values["governor.enabled"] = draw(st.sampled_from([None, False, True]))
@@ -126,11 +128,11 @@ def test_a_resolved_config_resolves_to_itself_also_when_dumped_and_loaded(values
 
 @settings(deadline=None)
 @given(choices())
-def test_a_resolved_config_without_its_redundant_keys_resolves_to_the_same_config(values: dict[str, Any]) -> None:
+def test_a_resolved_config_still_says_what_the_user_set(values: dict[str, Any]) -> None:
     config = resolve(make_config(values))
-    minimal = with_values(config, dict.fromkeys(keys_at_default(config)))
-    assert resolve(minimal) == config
-    assert keys_at_default(minimal) & {key for key in DEPENDENT_KEYS if get_value(minimal, key) is not None} == set()
+    given = {f"{name}.{key}": value for name, keys in user_settings(config).items() for key, value in keys.items()}
+    assert given == values
+    assert resolve(make_config(tomllib.loads(dump_settings(config)))) == config
 
 
 @settings(deadline=None)
@@ -139,9 +141,12 @@ def test_a_key_is_filled_in_if_it_is_read_and_refused_if_it_is_not(values: dict[
     config = resolve(make_config(values))
     key = data.draw(st.sampled_from(sorted(SAMPLE)))
     changed = {**values, key: SAMPLE[key]}
-    assume(key != "kl.place" or values["algorithm.advantage"] != "gdpo")  # refused for another reason
-    assume(key != "algorithm.gamma" or values["algorithm.credit"] != "token")  # the same, with most advantages
-    if get_value(config, key) is not None or (key in OPTIONAL and key in read_by_functions(config)):
+    assume(key != "kl.place" or values["advantage.name"] != "gdpo")  # refused for another reason
+    assume(key != "advantage.gamma" or values["advantage.credit"] != "token")  # the same, with most advantages
+    read = (
+        read_by_functions(config) if key in PARAMETERS else set(FIELDS) - {unused for unused, _ in unused_keys(config)}
+    )
+    if key in read:
         assert get_value(resolve(make_config(changed)), key) == SAMPLE[key]
         return
     with pytest.raises(BadInput) as caught:
@@ -150,23 +155,40 @@ def test_a_key_is_filled_in_if_it_is_read_and_refused_if_it_is_not(values: dict[
 
 
 def read_by_functions(config: Config) -> set[str]:
-    chosen = (configured_policy_loss, configured_advantage, configured_normalizer)
-    return {f"algorithm.{name}" for choose in chosen for name in choose(config.algorithm).settings}
+    loss, estimator = configured_policy_loss(config.policy_loss), configured_advantage(config.advantage)
+    normalizer = configured_normalizer(config.advantage)
+    masks = configured_masks(config.correction).values()
+    weight = ("cap", "floor") if config.correction.weight != "none" else ()
+    return {
+        *(f"policy_loss.{name}" for name in loss.settings),
+        *(f"advantage.{name}" for name in (*estimator.settings, *normalizer.settings)),
+        *(f"correction.{name}" for name in (*weight, *(name for mask in masks for name in mask.settings))),
+    }
 
 
 @settings(deadline=None)
 @given(choices())
 def test_settings_of_the_chosen_functions_match_the_resolved_config(values: dict[str, Any]) -> None:
     config = resolve(make_config(values))
-    for choice in (configured_policy_loss(config.algorithm), configured_advantage(config.algorithm)):
-        assert choice.settings == {name: getattr(config.algorithm, name) for name in choice.registration.parameters}
+    loss, estimator = configured_policy_loss(config.policy_loss), configured_advantage(config.advantage)
+    assert loss.settings == {name: getattr(config.policy_loss, name, None) for name in loss.registration.parameters}
+    assert estimator.settings == {
+        name: getattr(config.advantage, name, None) for name in estimator.registration.parameters
+    }
     for mask in configured_masks(config.correction).values():
         assert mask.settings == {name: getattr(config.correction, name) for name in mask.registration.parameters}
         assert None not in mask.settings.values()
 
 
 def test_every_dependent_key_is_covered_by_these_tests() -> None:
-    assert set(SAMPLE) | ALWAYS == set(DEPENDENT_KEYS)
+    marked = {
+        f"{name}.{key}"
+        for name, section in SECTIONS.items()
+        for key, info in section.model_fields.items()
+        if any(isinstance(mark, OpenedBy) for mark in info.metadata)
+    }
+    critic = {f"critic.{key}" for key in SECTIONS["critic"].model_fields}
+    assert set(SAMPLE) == {*PARAMETERS, *marked, *critic, "advantage.gamma"}
 
 
 def test_a_key_that_always_applies_always_has_a_value() -> None:
@@ -176,53 +198,35 @@ def test_a_key_that_always_applies_always_has_a_value() -> None:
 # ------------------------------------------------------------------------------------------------------ single defaults
 
 
-def test_defaults_in_the_help_match_the_filled_in_defaults() -> None:
-    everything = {
-        "algorithm.advantage": "gae",
-        "algorithm.surrogate": "ppo",
-        "correction.masks": sorted(MASKS),
-        "kl.coefficient": 0.1,
-        "filter.uniform": True,
-        "difficulty.easy_above": 0.9,
-        "replay.fraction": 0.1,
-        "rewards.overlong_buffer": 8,
-    }
-    config = resolve(make_config(everything))
-    documented = {key: re.search(r"Default: (-?[0-9.e-]+)\.$", FIELDS[key].description or "") for key in DEPENDENT_KEYS}
-    numbers = {key: float(match[1]) for key, match in documented.items() if match}
-    assert len(numbers) > 20
-    assert numbers == {key: get_value(config, key) for key in numbers}
-
-
 def algorithm(**values: Any) -> Any:
     return resolve(make_config({key.replace("__", "."): value for key, value in values.items()}))
 
 
 def test_the_default_is_truncated_importance_sampling_with_the_opsm_mask() -> None:
     config = algorithm()
-    chosen = config.algorithm
-    assert (chosen.surrogate, chosen.anchor, chosen.cap) == ("truncated_is", "rollout", 2.0)
-    assert (chosen.advantage, chosen.normalise, chosen.credit) == ("dr_grpo", "none", "episode")
-    assert (chosen.aggregation, config.correction.weight, config.correction.masks) == ("token_mean", "none", ["opsm"])
+    loss, advantage, correction = config.policy_loss, config.advantage, config.correction
+    assert (loss.name, loss.old_policy, loss.cap) == ("truncated_is", "rollout", 2.0)
+    assert (advantage.name, advantage.normalizer, advantage.credit) == ("dr_grpo", "none", "episode")
+    assert (loss.aggregation, correction.weight, correction.masks) == ("token_mean", "none", ["opsm"])
     assert config.learner.stream is True
 
 
-@pytest.mark.parametrize("anchor", ["proximal", "approximate"])
-def test_an_old_policy_other_than_the_rollout_policy_brings_truncated_weights(anchor: str) -> None:
-    correction = algorithm(algorithm__surrogate="ppo", algorithm__anchor=anchor).correction
+@pytest.mark.parametrize("old_policy", ["recomputed", "interpolated"])
+def test_an_old_policy_other_than_the_rollout_policy_brings_truncated_weights(old_policy: str) -> None:
+    correction = algorithm(policy_loss__name="ppo", policy_loss__old_policy=old_policy).correction
     assert (correction.weight, correction.cap, correction.floor) == ("token", 2.0, 0.0)
 
 
 def test_an_advantage_brings_its_normalizer_and_credit() -> None:
-    chosen = algorithm(algorithm__advantage="reinforce_pp").algorithm
-    assert (chosen.normalise, chosen.credit, chosen.gamma) == ("whiten_tokens", "token", 1.0)
+    chosen = algorithm(advantage__name="reinforce_pp").advantage
+    assert (chosen.normalizer, chosen.credit, chosen.gamma) == ("whiten_tokens", "token", 1.0)
 
 
 def test_the_critic_defaults_to_ten_times_the_learning_rate_of_the_policy() -> None:
-    critic = algorithm(algorithm__advantage="gae", learner__lr=1e-5).critic
+    critic = algorithm(advantage__name="gae", learner__lr=1e-5).critic
     assert critic.lr == pytest.approx(1e-4)
     assert (critic.coefficient, critic.clip, critic.shared) == (0.5, 0.2, False)
-    assert algorithm().critic.coefficient is None
+    assert algorithm().critic.lr is None
 
 
 @pytest.mark.parametrize(("place", "estimator"), [("loss", "k3"), ("reward", "k1")])
@@ -241,13 +245,14 @@ def test_the_governor_is_enabled_by_default_only_where_there_can_be_lag(values: 
 
 @pytest.mark.parametrize(("advantage", "compares"), [("rloo", True), ("none", False), ("gae", False)])
 def test_uniform_groups_are_filtered_if_the_advantage_compares_attempts(advantage: str, compares: bool) -> None:
-    config = algorithm(algorithm__advantage=advantage)
+    config = algorithm(advantage__name=advantage)
     assert config.filter.uniform is compares
     assert config.filter.min_group == (2 if compares else 1)
 
 
 def test_a_preset_is_recorded_but_has_no_effect_once_resolved() -> None:
     config = algorithm(algorithm__preset="dapo")
-    swapped = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"preset": "gspo"})})
     assert config.algorithm.preset == "dapo"
-    assert resolve(swapped) == swapped
+    written = tomllib.loads(dump_toml(config))
+    swapped = resolve(make_config(written | {"algorithm": written["algorithm"] | {"preset": "gspo"}}))
+    assert (swapped.policy_loss, swapped.advantage) == (config.policy_loss, config.advantage)

@@ -15,6 +15,7 @@ from outpace.config import Config
 from outpace.config.load import (
     FIELDS,
     describe_settings,
+    dump_settings,
     dump_toml,
     load_config,
     make_config,
@@ -98,16 +99,16 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
         ({}, {"algorithm.preset": "gspo"}),
         ({"algorithm.preset": "grpo"}, {"algorithm.preset": "gspo"}),
         ({"algorithm.preset": "ppo"}, {"algorithm.preset": "no_correction"}),
-        ({"algorithm.surrogate": "ppo", "correction.masks": ["opsm"]}, {"algorithm.updates": 2}),
+        ({"policy_loss.name": "ppo", "correction.masks": ["opsm"]}, {"algorithm.minibatches": 2}),
         ({}, {"governor.enabled": False}),
         ({"kl.coefficient": 0.1}, {"kl.coefficient": 0.0}),
         ({"kl.coefficient": 0.1, "kl.place": "reward"}, {"kl.place": "loss"}),
         ({"replay.fraction": 0.5}, {"replay.fraction": 0.0}),
         ({}, {"filter.uniform": False}),
-        ({}, {"algorithm.updates": 2}),
+        ({}, {"algorithm.minibatches": 2}),
         ({}, {"run.deterministic": True}),
         ({}, {"pacing.max_lag": 0}),
-        ({"algorithm.advantage": "gae", "learner.lr": 1e-3}, {"learner.lr": 1e-4}),
+        ({"advantage.name": "gae", "learner.lr": 1e-3}, {"learner.lr": 1e-4}),
         ({"tasks.name": "calculator"}, {"tasks.name": "arithmetic"}),
         ({"tasks.name": "calculator"}, {"tasks.name": "guess"}),
         ({"tasks.name": "guess"}, {"tasks.name": "countdown"}),
@@ -119,24 +120,24 @@ def test_overrides_win_over_the_file_which_wins_over_the_defaults(tmp_path: Path
         ({"tasks.name": "calculator", "rollout.environment": "none"}, {"run.steps": 3}),
     ],
 )
-def test_an_override_of_a_resolved_file_equals_making_that_choice_from_the_start(
+def test_an_override_of_a_run_equals_making_that_choice_from_the_start(
     tmp_path: Path, first: dict[str, Any], on_top: dict[str, Any]
 ) -> None:
     first = {**first, "run.dir": "here", "engine.context": 256, "engine.slots": 64}
-    file = write(tmp_path, "config.toml", dump_toml(resolve(make_config(first))))
+    file = write(tmp_path, "config.toml", dump_settings(resolve(make_config(first))))
     assert resolve(load_config(file, on_top)) == resolve(make_config({**first, **on_top}))
 
 
 def test_non_default_settings_of_a_file_survive_a_preset_override(tmp_path: Path) -> None:
-    file = write(tmp_path, "config.toml", dump_toml(resolve(make_config({"filter.tolerance": 0.5}))))
+    file = write(tmp_path, "config.toml", dump_settings(resolve(make_config({"filter.tolerance": 0.5}))))
     config = resolve(load_config(file, ["--algorithm.preset", "gspo"]))
-    assert (config.algorithm.surrogate, config.filter.tolerance) == ("gspo", 0.5)
+    assert (config.policy_loss.name, config.filter.tolerance) == ("gspo", 0.5)
 
 
 def test_an_override_can_fix_a_bad_value_in_a_file_which_is_otherwise_refused(tmp_path: Path) -> None:
-    file = write(tmp_path, "a.toml", '[algorithm]\nsurrogate = "pppo"\n')
-    assert load_config(file, {"algorithm.surrogate": "ppo"}).algorithm.surrogate == "ppo"
-    assert refusal(load_config, file, ["--run.steps=2"]).startswith("algorithm.surrogate: ")
+    file = write(tmp_path, "a.toml", '[policy_loss]\nname = "pppo"\n')
+    assert load_config(file, {"policy_loss.name": "ppo"}).policy_loss.name == "ppo"
+    assert refusal(load_config, file, ["--run.steps=2"]).startswith("policy_loss.name: ")
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml"])
@@ -179,15 +180,15 @@ def test_a_dict_may_be_nested_or_dotted() -> None:
         (["--rewards.weights", "1,0.5"], {"rewards.weights": [1.0, 0.5]}),
         (["--rewards.weights=none"], {"rewards.weights": None}),
         (["--tasks.name", "none"], {"tasks.name": None}),
-        (["--algorithm.advantage", "none"], {"algorithm.advantage": "none"}),
-        (["--algorithm.normalise=none"], {"algorithm.normalise": "none"}),
+        (["--advantage.name", "none"], {"advantage.name": "none"}),
+        (["--advantage.normalizer=none"], {"advantage.normalizer": "none"}),
         (["--correction.weight", "none"], {"correction.weight": "none"}),
         (["--correction.masks", "token, veto"], {"correction.masks": ["token", "veto"]}),
         (["--correction.masks=none"], {"correction.masks": []}),
         (["--correction.masks="], {"correction.masks": []}),
         (["--governor.enabled", "--filter.uniform"], {"governor.enabled": True, "filter.uniform": True}),
         (["--critic.shared", "--learner.stream"], {"critic.shared": True, "learner.stream": True}),
-        (["--kl.place", "none"], {"kl.place": None}),
+        (["--kl.estimator", "none"], {"kl.estimator": None}),
         (["--model.system", "Be brief = good."], {"model.system": "Be brief = good."}),
         (["--run.steps", "2", "--run.steps", "5"], {"run.steps": 5}),
     ],
@@ -294,11 +295,13 @@ def attempt(key: str, text: str) -> str | None:
         ({"model": {"path": 3}}, "model.path", "string"),
         ({"model": {"path": "a\nb"}, "run": {"steps": "a\nb"}}, "run.steps", "integer"),
         ({"run": {"steps": 0, "seed": -1}}, "run.steps", "1 more"),
-        ({"algorithm": {"advantage": 3}}, "algorithm.advantage", "string 3"),
-        ({"algorithm": {"advantage": len}}, "algorithm.advantage", "path/to/file.py:function"),
-        ({"algorithm": {"surrogate": len}}, "algorithm.surrogate", "path/to/file.py:function"),
-        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap", "algorithm.cap"),
-        ({"algorithm.baseline": "group_mean"}, "algorithm.baseline", "algorithm.advantage"),
+        ({"advantage": {"name": 3}}, "advantage.name", "string 3"),
+        ({"advantage": {"name": len}}, "advantage.name", "path/to/file.py:function"),
+        ({"policy_loss": {"name": len}}, "policy_loss.name", "path/to/file.py:function"),
+        ({"algorithm": {"importance_cap": 2.0}}, "algorithm.importance_cap", "policy_loss.cap"),
+        ({"algorithm": {"surrogate": "ppo"}}, "algorithm.surrogate", "policy_loss.name"),
+        ({"algorithm.anchor": "proximal"}, "algorithm.anchor", "policy_loss.old_policy proximal recomputed"),
+        ({"algorithm.baseline": "group_mean"}, "algorithm.baseline", "advantage.name"),
         ({"algorithm.filter_uniform": True}, "algorithm.filter_uniform", "filter.uniform"),
         ({"algorithm.uniform_tolerance": 0.1}, "algorithm.uniform_tolerance", "filter.tolerance"),
         ({"algorithm.beta": 0.1}, "algorithm.beta", "kl.coefficient"),
@@ -306,7 +309,7 @@ def attempt(key: str, text: str) -> str | None:
         ({"learner.learning_rate": 0.1}, "learner.learning_rate", "learner.lr"),
         ({"rollout": {"n": 4}}, "rollout.n", "rollout.group_size"),
         ({"rollout.num_generations": 4}, "rollout.num_generations", "rollout.group_size"),
-        ({"algorithm.epsilon": 0.2}, "algorithm.epsilon", "algorithm.clip_low algorithm.clip_high"),
+        ({"algorithm.epsilon": 0.2}, "algorithm.epsilon", "policy_loss.clip_low policy_loss.clip_high"),
         ({"algorithm.loss_type": "grpo"}, "algorithm.loss_type", "algorithm.preset"),
     ],
 )
@@ -427,7 +430,7 @@ def test_help_lists_every_setting_with_type_default_and_meaning() -> None:
     assert names(lines["--pacing.max_lag"], "integer 2")
     assert names(lines["--pacing.on_stale"], 'wait|requeue|drop|train "wait"')
     assert names(lines["--rewards.weights"], "list number none")
-    assert names(lines["--algorithm.advantage"], "text")
+    assert names(lines["--advantage.name"], "text")
     assert names(lines["--correction.weight"], "none|token|sequence")
     assert not any("null" in line for line in lines.values())
 

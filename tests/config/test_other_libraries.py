@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outpace.config.load import FIELDS, SECTIONS, load_config, make_config
+from outpace.config.load import KNOWN, SECTIONS, load_config, make_config
 from outpace.config.other_libraries import EQUIVALENTS, RENAMED, equivalent_setting
 from outpace.errors import BadInput
 from support import names
@@ -19,7 +19,7 @@ SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.(\w+)")
 def test_every_equivalent_names_settings_that_exist() -> None:
     for name, found in EQUIVALENTS.items():
         named = {*found.settings, *(".".join(match) for match in SETTING.findall(found.note))}
-        assert named <= set(FIELDS), name
+        assert named <= set(KNOWN), name
         assert found.settings or found.note, name
 
 
@@ -27,11 +27,11 @@ def test_no_equivalent_shadows_an_outpace_setting() -> None:
     for name in EQUIVALENTS:
         remedy = equivalent_setting(name)
         assert remedy is not None, name
-        assert name not in FIELDS or name in remedy
+        assert name not in KNOWN or name in remedy
 
 
 def test_settings_that_were_renamed_exist_under_their_new_names() -> None:
-    assert set(RENAMED.values()) <= set(FIELDS)
+    assert set(RENAMED.values()) <= set(KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_settings_that_were_renamed_exist_under_their_new_names() -> None:
         ("critic.optim.lr", "critic.lr"),
         ("trainer.optim.lr", "learner.lr"),
         ("orchestrator.max_async_level", "pacing.max_lag"),
-        ("+algorithm.adv_estimator", "algorithm.advantage"),
+        ("+algorithm.adv_estimator", "advantage.name"),
     ],
 )
 def test_a_name_is_found_with_or_without_its_sections(name: str, setting: str) -> None:
@@ -84,4 +84,4 @@ def test_a_dict_with_names_of_another_library_is_refused_with_the_equivalent(val
 def test_every_grpo_field_with_a_counterpart_is_listed() -> None:
     trl = pytest.importorskip("trl")
     unlisted = {field for field in trl.GRPOConfig.__dataclass_fields__ if equivalent_setting(field) is None}
-    assert not unlisted & {key.rpartition(".")[2] for key in FIELDS}
+    assert not unlisted & {key.rpartition(".")[2] for key in KNOWN}

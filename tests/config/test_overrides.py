@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outpace.config.load import dump_toml, load_config
+from outpace.config.load import dump_settings, load_config
 from outpace.errors import BadInput
 from support import resolved
 
@@ -20,7 +20,7 @@ RUNNING: dict[str, Any] = {"engine.kind": "vllm", "engine.urls": ["http://a:1", 
 
 def write_run_config(directory: Path, settings: dict[str, Any]) -> Path:
     file = directory / "config.toml"
-    file.write_text(dump_toml(resolved(settings)))
+    file.write_text(dump_settings(resolved(settings)))
     return file
 
 

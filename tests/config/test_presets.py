@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from outpace.config.defaults import get_value
-from outpace.config.load import FIELDS, make_config
+from outpace.config.load import KNOWN, make_config
 from outpace.config.presets import PRESETS
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
@@ -26,15 +26,20 @@ def test_every_preset_resolves_and_all_its_values_are_used(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_names_its_functions_and_sets_only_algorithm_settings(name: str) -> None:
-    assert {"algorithm.surrogate", "algorithm.advantage"} <= set(PRESETS[name].values) <= set(FIELDS)
-    assert {key.partition(".")[0] for key in PRESETS[name].values} <= {"algorithm", "correction", "kl", "filter"}
+    assert {"policy_loss.name", "advantage.name"} <= set(PRESETS[name].values) <= set(KNOWN)
+    assert {key.partition(".")[0] for key in PRESETS[name].values} <= {
+        "policy_loss",
+        "advantage",
+        "correction",
+        "filter",
+    }
 
 
 def test_no_preset_sets_a_key_that_may_have_no_value() -> None:
     # if the user unset it, the dump would omit it and loading would restore the preset's value
     assert {key for preset in PRESETS.values() for key in preset.values} & {
-        "algorithm.dual_clip",
-        "algorithm.pass_k",
+        "policy_loss.dual_clip",
+        "advantage.k",
     } == set()
 
 
@@ -51,26 +56,26 @@ def test_no_two_presets_resolve_to_the_same_thing() -> None:
 
 def test_the_preset_called_default_is_the_default() -> None:
     default, nothing = resolved("default", run__dir="here"), resolved(None, run__dir="here")
-    assert default.algorithm.model_copy(update={"preset": None}) == nothing.algorithm
-    assert default.correction == nothing.correction
+    for section in ("policy_loss", "advantage", "correction", "filter"):
+        assert getattr(default, section) == getattr(nothing, section)
 
 
 def test_user_settings_win_over_the_preset() -> None:
-    config = resolved("dapo", algorithm__clip_high=0.5, filter__uniform=False)
-    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.filter.uniform) == (0.2, 0.5, False)
+    config = resolved("dapo", policy_loss__clip_high=0.5, filter__uniform=False)
+    assert (config.policy_loss.clip_low, config.policy_loss.clip_high, config.filter.uniform) == (0.2, 0.5, False)
 
 
 def test_a_preset_does_not_set_parameters_of_functions_that_it_did_not_choose() -> None:
-    config = resolved("gspo", algorithm__surrogate="ppo")
-    assert (config.algorithm.clip_low, config.algorithm.aggregation) == (0.2, "token_mean")
-    assert config.algorithm.advantage == "grpo"
-    other = resolved("lite_ppo", algorithm__advantage="rloo")
-    assert (other.algorithm.normalise, other.algorithm.surrogate) == ("none", "ppo")
+    config = resolved("gspo", policy_loss__name="ppo")
+    assert (config.policy_loss.clip_low, config.policy_loss.aggregation) == (0.2, "token_mean")
+    assert config.advantage.name == "grpo"
+    other = resolved("lite_ppo", advantage__name="rloo")
+    assert (other.advantage.normalizer, other.policy_loss.name) == ("none", "ppo")
 
 
 def test_a_preset_parameter_that_is_no_longer_read_is_left_out() -> None:
     config = resolved("icepop", correction__masks=[], correction__weight="none")
-    assert (config.correction.cap, config.correction.token_low) == (None, None)
+    assert config.correction.model_extra == {}
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_non_finite_losses_update_no_weights_save_their_batches_and_end_the_run(
 ) -> None:
     (tmp_path / "own.py").write_text(NAN_LOSS)
     config = inline(settings, run__steps=50, learner__max_bad_steps=3)
-    config |= {"algorithm.surrogate": f"{tmp_path}/own.py:nan_loss"}
+    config |= {"policy_loss.name": f"{tmp_path}/own.py:nan_loss"}
     with pytest.raises(OutpaceError, match=naming("3", "steps", "finite")):
         api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"

@@ -155,7 +155,7 @@ class BackendConformance:
         for host in hosts:
             await host.close()
 
-    @pytest.mark.parametrize("settings_of_batch", [{}, {"learner.stream": False, "algorithm.normalise": "batch_std"}])
+    @pytest.mark.parametrize("settings_of_batch", [{}, {"learner.stream": False, "advantage.normalizer": "batch_std"}])
     async def test_journaled_groups_become_versions_snapshots_and_checkpoints(
         self,
         host: Callable[..., LearnerHost[Any]],

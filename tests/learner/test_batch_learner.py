@@ -62,7 +62,9 @@ def rows_of(records: list[GroupRecord]) -> list[Row]:
 
 
 def test_several_updates_on_one_batch_make_one_version(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
-    core, batch = make(make_llama, {"algorithm.updates": 3, "algorithm.passes": 2, "algorithm.surrogate": "ppo"})
+    core, batch = make(
+        make_llama, {"algorithm.minibatches": 3, "algorithm.epochs_per_batch": 2, "policy_loss.name": "ppo"}
+    )
     updates = []
     step = core.optimizer.step
     core.optimizer.step = lambda *a: (updates.append(weights_of(core)), step(*a))[1]  # type: ignore[method-assign,func-returns-value,assignment]
@@ -82,7 +84,7 @@ def test_the_proximal_policy_is_the_one_at_the_start_of_the_step_in_every_update
     for passes in (1, 4):
         _, batch = make(
             make_llama,
-            {"algorithm.passes": passes, "algorithm.surrogate": "ppo", "algorithm.anchor": "proximal"}
+            {"algorithm.epochs_per_batch": passes, "policy_loss.name": "ppo", "policy_loss.old_policy": "recomputed"}
             | {"learner.lr": 0.05, "learner.stream": False},
         )
         batch.add(records, replayed=False)
@@ -95,12 +97,12 @@ def test_precomputed_proximal_logprobs_equal_those_of_the_training_pass(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     """A mask that rejects nothing still forces a scoring pass; its logprobs must give the same update."""
-    one, streaming = make(make_llama, {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal"})
+    one, streaming = make(make_llama, {"policy_loss.name": "ppo", "policy_loss.old_policy": "recomputed"})
     streaming.add(records, replayed=False)
     streaming.train()
     two, scored = make(
         make_llama,
-        {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal", "correction.masks": ["m2po"]}
+        {"policy_loss.name": "ppo", "policy_loss.old_policy": "recomputed", "correction.masks": ["m2po"]}
         | {"correction.m2po_limit": 1e9},
     )
     scored.add(records, replayed=False)
@@ -113,7 +115,7 @@ def test_the_arrival_order_of_groups_does_not_change_the_updates(
 ) -> None:
     found = []
     for order in (records, records[::-1], records[3:] + records[:3]):
-        core, batch = make(make_llama, {"algorithm.updates": 3})
+        core, batch = make(make_llama, {"algorithm.minibatches": 3})
         for record in order:
             batch.add([record], replayed=False)
         batch.train()
@@ -137,7 +139,7 @@ def test_m2po_masks_over_the_tokens_of_the_whole_batch(make_llama: MakeLlama, re
 def test_a_critic_learns_the_returns(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     core, batch = make(
         make_llama,
-        {"algorithm.advantage": "gae", "critic.lr": 0.05, "critic.clip": 10.0, "critic.coefficient": 1.0}
+        {"advantage.name": "gae", "critic.lr": 0.05, "critic.clip": 10.0, "critic.coefficient": 1.0}
         | {"learner.lr": 1e-9},
     )
     losses = []
@@ -151,7 +153,7 @@ def test_a_critic_learns_the_returns(make_llama: MakeLlama, records: list[GroupR
 
 
 def test_critic_advantages_are_whitened_gae(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
-    core, batch = make(make_llama, {"algorithm.advantage": "gae", "algorithm.gae_lambda": 0.9, "algorithm.gamma": 0.8})
+    core, batch = make(make_llama, {"advantage.name": "gae", "advantage.gae_lambda": 0.9, "advantage.gamma": 0.8})
     assert core.critic is not None
     torch.nn.init.normal_(core.critic.weight, generator=torch.Generator().manual_seed(0))
     scores = core.score(rows_of(records))
@@ -177,7 +179,7 @@ def test_only_a_shared_critic_updates_the_model_weights(make_llama: MakeLlama, r
     moved = []
     for shared in (False, True):
         core, batch = make(
-            make_llama, {"algorithm.advantage": "gae", "algorithm.normalise": "batch_std", "critic.shared": shared}
+            make_llama, {"advantage.name": "gae", "advantage.normalizer": "batch_std", "critic.shared": shared}
         )
         assert core.critic is not None
         torch.nn.init.normal_(core.critic.weight, generator=torch.Generator().manual_seed(0))
@@ -232,7 +234,7 @@ def test_replayed_tokens_do_not_count_in_the_staleness_metrics(
     assert found["loss/entropy"] != pytest.approx(expected["loss/entropy"], rel=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{"algorithm.advantage": "gae"}, {"kl.coefficient": 0.1, "kl.sync_every": 2}])
+@pytest.mark.parametrize("settings", [{"advantage.name": "gae"}, {"kl.coefficient": 0.1, "kl.sync_every": 2}])
 def test_critic_and_reference_are_restored_after_a_restart(
     make_llama: MakeLlama, records: list[GroupRecord], tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -254,7 +256,7 @@ def test_critic_and_reference_are_restored_after_a_restart(
 def test_batch_std_is_computed_over_returns_after_kl_penalties(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
-    core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward", "algorithm.normalise": "batch_std"})
+    core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward", "advantage.normalizer": "batch_std"})
     assert core.reference is not None
     core.reference.sync(make_llama(seed=4).double())
     batch.add(records, replayed=False)
@@ -290,16 +292,16 @@ def test_a_normalizer_with_an_invalid_result_is_rejected_with_its_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(NORMALIZERS.own, "mine", NormalizerRegistration(function, {}, alias="mine"))
-    _, batch = make(make_llama, {"algorithm.normalise": "mine"})
+    _, batch = make(make_llama, {"advantage.normalizer": "mine"})
     batch.add(records, replayed=False)
-    with pytest.raises(BadInput, match=rf"algorithm\.normalise: .*{message}"):
+    with pytest.raises(BadInput, match=rf"advantage\.normalizer: .*{message}"):
         batch.train()
 
 
 def test_off_policy_metrics_come_from_the_first_update_only(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     """Later updates also measure the change made within the step, which is not a reason to lower the lag."""
     once, often = (
-        make(make_llama, {"algorithm.surrogate": "ppo", "algorithm.passes": passes, "learner.stream": False})[1]
+        make(make_llama, {"policy_loss.name": "ppo", "algorithm.epochs_per_batch": passes, "learner.stream": False})[1]
         for passes in (1, 4)
     )
     for batch in (once, often):
@@ -313,7 +315,7 @@ def test_off_policy_metrics_come_from_the_first_update_only(make_llama: MakeLlam
 
 
 def test_a_step_with_one_bad_update_counts_as_one_bad_step(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
-    core, batch = make(make_llama, {"algorithm.updates": 3, "learner.max_bad_steps": 2})
+    core, batch = make(make_llama, {"algorithm.minibatches": 3, "learner.max_bad_steps": 2})
     record = records[0]
     nan_rows = [
         Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages * np.float32("nan"), row.episode)
@@ -332,9 +334,9 @@ def test_a_step_with_one_bad_update_counts_as_one_bad_step(make_llama: MakeLlama
 
 def test_an_empty_batch_still_makes_a_version(make_llama: MakeLlama) -> None:
     for settings in (
-        {"algorithm.advantage": "gae"},
+        {"advantage.name": "gae"},
         {"correction.masks": ["m2po"]},
-        {"algorithm.normalise": "batch_std"},
+        {"advantage.normalizer": "batch_std"},
     ):
         core, batch = make(make_llama, settings)
         assert batch.train().tokens == 0
@@ -343,7 +345,7 @@ def test_an_empty_batch_still_makes_a_version(make_llama: MakeLlama) -> None:
 
 def test_every_update_contains_groups_that_are_not_replayed(make_llama: MakeLlama, records: list[GroupRecord]) -> None:
     """The first update measures staleness, so it needs fresh groups however many are replayed."""
-    _, batch = make(make_llama, {"algorithm.updates": 2})
+    _, batch = make(make_llama, {"algorithm.minibatches": 2})
     batch.add(records[:2], replayed=False)
     batch.add(records[2:], replayed=True)
     groups = batch.pipeline.examples(batch.collected)

@@ -55,7 +55,7 @@ def test_the_update_is_adamw_on_the_clipped_gradient_of_the_token_mean(
 ) -> None:
     """Compared with an independent loop: one document at a time, plain log-softmax, one mean over all tokens."""
     rows = make_rows(6)
-    core = core_of(make_llama(), {"algorithm.cap": 1.5, "correction.masks": []}, max_grad_norm=0.3, weight_decay=0.1)
+    core = core_of(make_llama(), {"policy_loss.cap": 1.5, "correction.masks": []}, max_grad_norm=0.3, weight_decay=0.1)
     core.accumulate(rows)
     report = core.step()
 

@@ -29,20 +29,24 @@ DTYPES = ["float64", "float32"]
 
 STREAMED: dict[str, dict[str, Any]] = {
     "default": {},
-    "decoupled_ppo": {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal", "correction.masks": ["geometric"]}
+    "decoupled_ppo": {
+        "policy_loss.name": "ppo",
+        "policy_loss.old_policy": "recomputed",
+        "correction.masks": ["geometric"],
+    }
     | {"correction.geometric_low": 0.5, "correction.geometric_high": 2.0},
-    "gspo": {"algorithm.surrogate": "gspo"},
-    "sequence_weight": {"algorithm.surrogate": "reinforce", "correction.weight": "sequence"},
-    "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy": 0.01},
+    "gspo": {"policy_loss.name": "gspo"},
+    "sequence_weight": {"policy_loss.name": "reinforce", "correction.weight": "sequence"},
+    "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy_coefficient": 0.01},
 }
 """Settings that train on groups as they arrive."""
 
 WHOLE_BATCH: dict[str, dict[str, Any]] = {
-    "reinforce_pp": {"algorithm.advantage": "reinforce_pp"},
-    "batch_std": {"algorithm.normalise": "batch_std"},
+    "reinforce_pp": {"advantage.name": "reinforce_pp"},
+    "batch_std": {"advantage.normalizer": "batch_std"},
     "m2po": {"correction.masks": ["m2po"], "correction.m2po_limit": 0.2},
     "kl_in_reward": {"kl.coefficient": 0.1, "kl.place": "reward"},
-    "gae": {"algorithm.advantage": "gae"},
+    "gae": {"advantage.name": "gae"},
 }
 """Settings that need the whole batch before training."""
 
@@ -109,7 +113,7 @@ def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
     rows = make_rows(9)
-    settings = {"algorithm.aggregation": aggregation, **STREAMED[name]}
+    settings = {"policy_loss.aggregation": aggregation, **STREAMED[name]}
     expected, metrics = streaming_gradient(core_of(make_llama(), config_of(settings), dtype), [rows], monkeypatch)
     for seed, tokens_per_pass in enumerate((1, 60, 10_000)):
         core = core_of(make_llama(), config_of(settings, tokens_per_pass), dtype)
@@ -122,11 +126,11 @@ def test_chunks_passes_and_arrival_order_do_not_change_the_gradient(
 def test_padded_and_packed_give_the_same_gradient(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
-    config = config_of({"algorithm.aggregation": aggregation, **STREAMED[name]})
+    config = config_of({"policy_loss.aggregation": aggregation, **STREAMED[name]})
     packed, padded = (core_of(make_llama(), config, dtype) for _ in range(2))
     assert isinstance(packed._forward, PackedForward)
     padded.model.set_attn_implementation("sdpa")
-    entropy_gradient = config.algorithm.entropy != 0
+    entropy_gradient = config.algorithm.entropy_coefficient != 0
     padded._forward = PaddedForward(padded.model, ForwardOptions(1.0, getattr(torch, dtype), entropy_gradient))
     expected, _ = streaming_gradient(packed, [make_rows(9)], monkeypatch)
     found, _ = streaming_gradient(padded, [make_rows(9)], monkeypatch)
@@ -161,7 +165,7 @@ def test_batch_statistics_do_not_depend_on_how_its_groups_arrived(
     make_llama: MakeLlama, make_rows: MakeRows, monkeypatch: pytest.MonkeyPatch, name: str, aggregation: str, dtype: str
 ) -> None:
     records = records_of(make_rows, 6)
-    settings = {"algorithm.aggregation": aggregation, **WHOLE_BATCH[name]}
+    settings = {"policy_loss.aggregation": aggregation, **WHOLE_BATCH[name]}
     config = config_of(settings)
     expected = batch_gradient(core_of(make_llama(), config, dtype), config, [records], monkeypatch)
     for seed, tokens_per_pass in enumerate((1, 60)):
@@ -201,7 +205,7 @@ def test_several_updates_in_float32_end_at_the_same_weights_in_any_arrival_order
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     records = records_of(make_rows, 6)
-    config = config_of({"algorithm.preset": "decoupled_ppo", "algorithm.updates": 3, "learner.lr": 1e-3})
+    config = config_of({"algorithm.preset": "decoupled_ppo", "algorithm.minibatches": 3, "learner.lr": 1e-3})
     found = []
     for chunks in ([records], shuffled_chunks(records, 0), shuffled_chunks(records, 1)):
         core = core_of(make_llama(), config, "float32")

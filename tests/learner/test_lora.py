@@ -95,7 +95,7 @@ def test_adapter_gradients_equal_those_of_plain_peft_on_padded_rows(
     make_llama: MakeLlama, make_rows: MakeRows, more: dict[str, Any], way: type
 ) -> None:
     targets = more.get("lora__targets", TARGETS)
-    settings = {"algorithm__cap": 2.0, "correction__masks": [], **more}
+    settings = {"policy_loss__cap": 2.0, "correction__masks": [], **more}
     core = trained(core_of(make_llama(tie_word_embeddings=False), **settings), make_rows)
     model = plain_peft(make_llama(tie_word_embeddings=False), core, targets)
     rows = make_rows(6, seed=9)
@@ -113,7 +113,7 @@ def test_adapter_gradients_equal_those_of_plain_peft_on_padded_rows(
 
 
 def test_training_changes_the_adapters_and_nothing_else(make_llama: MakeLlama, make_rows: MakeRows) -> None:
-    core = core_of(make_llama(), algorithm__entropy=0.1, kl__coefficient=0.1, algorithm__advantage="dr_grpo")
+    core = core_of(make_llama(), algorithm__entropy_coefficient=0.1, kl__coefficient=0.1, advantage__name="dr_grpo")
     frozen = {name: p.detach().clone() for name, p in core.model.named_parameters() if name not in core.parameters}
     before = bits_of(core.parameters)
     trained(core, make_rows)

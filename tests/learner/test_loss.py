@@ -64,14 +64,14 @@ def model(make_llama: MakeLlama) -> LlamaForCausalLM:
     return make_llama(initializer_range=0.2).double().eval()
 
 
-@pytest.mark.parametrize("anchor", ["proximal", "rollout", "approximate"])
+@pytest.mark.parametrize("anchor", ["recomputed", "rollout", "interpolated"])
 def test_the_ratio_of_a_clipped_policy_loss_is_relative_to_the_old_policy(
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM, anchor: str
 ) -> None:
     rows = make_rows(6)
     core = core_of(
         make_llama(initializer_range=0.2),
-        {"algorithm.surrogate": "ppo", "algorithm.anchor": anchor, "correction.weight": "none"},
+        {"policy_loss.name": "ppo", "policy_loss.old_policy": anchor, "correction.weight": "none"},
     )
     core.version = 3
     found = gradient_of(core, rows)
@@ -79,7 +79,7 @@ def test_the_ratio_of_a_clipped_policy_loss_is_relative_to_the_old_policy(
         logp, sampler = logp_of(logits_of(model, row), row), column(row, "logprobs")
         current = logp.detach()
         share = 3 / 4  # the step goes from version 3 to 4, and these tokens are of version 0
-        old = {"proximal": current, "rollout": sampler, "approximate": sampler + share * (current - sampler)}[anchor]
+        old = {"recomputed": current, "rollout": sampler, "interpolated": sampler + share * (current - sampler)}[anchor]
         ratio, advantages = (logp - old).exp(), column(row, "advantages")
         loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         loss.sum().backward()  # type: ignore[no-untyped-call]
@@ -91,8 +91,8 @@ def test_importance_weights_and_masks_multiply_the_policy_loss(
 ) -> None:
     rows = make_rows(8)
     settings = {
-        "algorithm.surrogate": "ppo",
-        "algorithm.anchor": "proximal",
+        "policy_loss.name": "ppo",
+        "policy_loss.old_policy": "recomputed",
         "correction.weight": "token",
         "correction.cap": 1.5,
         "correction.masks": ["token", "geometric"],
@@ -121,7 +121,7 @@ def test_importance_weights_and_masks_multiply_the_policy_loss(
 
 @pytest.mark.parametrize("name", list(POLICY_LOSSES.built_in))
 def test_every_policy_loss_trains_through_the_model(make_llama: MakeLlama, make_rows: MakeRows, name: str) -> None:
-    core = core_of(make_llama(), {"algorithm.surrogate": name, "algorithm.force": True})
+    core = core_of(make_llama(), {"policy_loss.name": name, "algorithm.allow_unbounded": True})
     core.accumulate(make_rows(5))
     report = core.step()
     assert np.isfinite(report.loss)
@@ -134,7 +134,7 @@ def test_the_loss_includes_reference_kl_and_entropy(
     rows = make_rows(5)
     core = core_of(
         make_llama(initializer_range=0.2),
-        {"kl.coefficient": 0.3, "algorithm.entropy": 0.2, "algorithm.cap": 2.0, "correction.masks": []},
+        {"kl.coefficient": 0.3, "algorithm.entropy_coefficient": 0.2, "policy_loss.cap": 2.0, "correction.masks": []},
     )
     assert core.reference is not None
     other = make_llama(seed=5, initializer_range=0.2).double().eval()
@@ -183,7 +183,7 @@ def test_an_extreme_log_ratio_keeps_the_step_finite(make_llama: MakeLlama, make_
         ]
         for settings in (
             {},
-            {"algorithm.surrogate": "ppo", "correction.weight": "sequence"},
+            {"policy_loss.name": "ppo", "correction.weight": "sequence"},
             {"kl.coefficient": 1.0, "kl.estimator": "unbiased"},
             {"correction.masks": ["token", "sequence", "geometric", "veto", "opsm"]},
         ):
@@ -242,7 +242,7 @@ def test_a_policy_loss_without_one_differentiable_value_per_token_is_rejected(
 ) -> None:
     core = core_of(make_llama(), {})
     replace_policy_loss(monkeypatch, core, function)
-    with pytest.raises(BadInput, match=rf"^algorithm\.surrogate: .*{message}"):
+    with pytest.raises(BadInput, match=rf"^policy_loss\.name: .*{message}"):
         core.accumulate(make_rows(3))
     assert core.step().tokens == 0
 
@@ -252,8 +252,8 @@ def test_later_updates_keep_the_old_policy_of_the_step(
 ) -> None:
     """PPO with token weights and sequence means, after the policy has moved within the step."""
     rows = make_rows(6)
-    settings = {"algorithm.surrogate": "ppo", "algorithm.anchor": "proximal"}
-    settings |= {"algorithm.aggregation": "seq_mean_token_mean"}
+    settings = {"policy_loss.name": "ppo", "policy_loss.old_policy": "recomputed"}
+    settings |= {"policy_loss.aggregation": "seq_mean_token_mean"}
     core = core_of(make_llama(initializer_range=0.2), settings)
     noise = np.random.default_rng(0)
     scores = [score["old_logp"] for score in core.score(rows)]
@@ -277,7 +277,7 @@ def test_a_policy_loss_without_a_ratio_uses_importance_weights_of_the_current_po
     make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
 ) -> None:
     rows = make_rows(4)
-    core = core_of(make_llama(initializer_range=0.2), {"algorithm.surrogate": "reinforce", "correction.cap": 5.0})
+    core = core_of(make_llama(initializer_range=0.2), {"policy_loss.name": "reinforce", "correction.cap": 5.0})
     core.accumulate(rows, [{"old_logp": np.full(int(row.mask.sum()), -9.0, dtype=np.float32)} for row in rows])
     found = {name: p.grad.clone() for name, p in core.parameters.items() if p.grad is not None}
     for row in rows:
@@ -291,7 +291,7 @@ def test_values_are_clipped_around_the_old_values_and_the_larger_error_counts(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:
     (row,) = make_rows(1)
-    core = core_of(make_llama(), {"algorithm.advantage": "gae", "critic.clip": 0.2, "critic.coefficient": 0.5})
+    core = core_of(make_llama(), {"advantage.name": "gae", "critic.clip": 0.2, "critic.coefficient": 0.5})
     assert core.critic is not None
     torch.nn.init.normal_(core.critic.weight, generator=torch.Generator().manual_seed(1))
     (score,) = core.score([row])
@@ -310,7 +310,7 @@ def test_values_are_clipped_around_the_old_values_and_the_larger_error_counts(
 
 def test_approximate_old_logprobs_match_golden_values(make_llama: MakeLlama) -> None:
     """Tokens of version 3 in the step from 5 to 6: weight 2/3 on the current policy."""
-    core = core_of(make_llama(), {"algorithm.surrogate": "ppo", "algorithm.anchor": "approximate"})
+    core = core_of(make_llama(), {"policy_loss.name": "ppo", "policy_loss.old_policy": "interpolated"})
     current = torch.tensor([-0.5, -1.0, -2.0, -0.3, -1.5], dtype=torch.float64)
     sampler = torch.tensor([-0.7, -0.9, -2.9, -0.35, -1.0], dtype=torch.float64)
     row = Row(np.zeros(6, np.int32), np.arange(6) > 0, np.zeros(6, np.float32), np.full(6, 3, np.int32), np.ones(6))

@@ -12,7 +12,7 @@ from outpace.errors import BadInput
 from outpace.monitoring import fleet_orders
 from outpace.monitoring.fleet_orders import EngineStatus, FleetFile, FleetOrder, FleetState, OrderOutcome, OrderReader
 from outpace.monitoring.run_directory import RunLock
-from support import names
+from support import names, write_resolved
 
 SERVERS = JoinRules("vllm", ("http://127.0.0.1:8000",))
 STARTED = JoinRules("vllm", (), "/opt/python")
@@ -66,7 +66,7 @@ def test_an_order_that_can_be_carried_out_is_accepted(order: FleetOrder, rules: 
 def run(tmp_path: Path) -> Iterator[Path]:
     """The directory of an active run with server engines."""
     lock = RunLock(tmp_path / "run.lock")
-    (tmp_path / "config.toml").write_text('[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:8000"]\n')
+    write_resolved(tmp_path, '[engine]\nkind = "vllm"\nurls = ["http://127.0.0.1:8000"]\n')
     FleetFile(tmp_path).write(
         FleetState([*ENGINES[:1], EngineStatus("engine-1", "http://b:1", serves=True, version=3)])
     )
@@ -131,7 +131,7 @@ def test_a_starting_run_is_distinguished_from_a_running_and_from_a_killed_one(ru
 
 def test_a_deterministic_run_refuses_fleet_changes(run: Path) -> None:
     (run / fleet_orders.STATE_FILE).unlink()
-    (run / "config.toml").write_text("[run]\ndeterministic = true\n")
+    write_resolved(run, "[run]\ndeterministic = true\n")
     with pytest.raises(BadInput, match=r"run\.deterministic"):
         current_fleet(run)
 

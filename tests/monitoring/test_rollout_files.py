@@ -38,7 +38,7 @@ def attempt(group: int, number: int = 0, text: str = "4*6", **changes: Any) -> R
 def run(tmp_path: Path) -> Path:
     """Two steps of one group each. Group 1 was filtered by the end of step 1; group 3 failed, not finalized yet."""
     log = RunLog.claim(tmp_path / "run")
-    log.start("[run]\nshow_rollouts = 4\n")
+    log.start()
     writer = RolloutWriter(log.dir, 10**6)
     writer.untrained("filtered", 1, [attempt(1, outcome="filtered", reason="all rewards are 0")])
     log.batch(1, 0, [BatchGroup("t0", 0, 0, 0, 1, group=0)], [UntrainedVisit(1, 0, "filtered", "", "t1", group=1)], 2)

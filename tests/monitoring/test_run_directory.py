@@ -251,7 +251,7 @@ def test_a_read_only_directory_is_refused_at_the_start(tmp_path: Path, monkeypat
 
 
 def test_resuming_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"^run\.dir: .*missing"):
+    with pytest.raises(BadInput, match=r"missing: .*config\.toml"):
         RunLog.claim(tmp_path / "missing", resume=True)
     assert not (tmp_path / "missing").exists()
 

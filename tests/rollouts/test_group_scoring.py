@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outpace.algorithms.token_advantages import advantage_settings
-from outpace.config.algorithm import AlgorithmConfig, configured_advantage
+from outpace.config.algorithm import AdvantageConfig, configured_advantage
 from outpace.rollouts.group_scoring import GroupFilter, ScoringRules, score_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
 from support import naming
@@ -20,7 +20,7 @@ REWARDS = st.floats(-100, 100, width=32)
 
 
 def rules(advantage: str = "dr_grpo", credit: Any = None, gamma: float | None = None, **filters: Any) -> ScoringRules:
-    estimator = configured_advantage(AlgorithmConfig(advantage=advantage))
+    estimator = configured_advantage(AdvantageConfig(name=advantage))
     return ScoringRules(advantage_settings(estimator, credit, gamma), GroupFilter(**filters))
 
 

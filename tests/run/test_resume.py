@@ -18,6 +18,7 @@ from outpace.run.resume import ResumePoint, check_tasks, load_resume_point, same
 from outpace.tasks.fingerprint import fingerprint
 from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, GroupOrder, GroupRecord, GroupReport, Task
+from support import resolved, write_config
 
 SETTINGS = SchedulerSettings(
     groups_per_step=2, group_size=1, max_lag=1, depth=1.0, chunk_groups=2, max_running=64, on_stale="wait",
@@ -108,9 +109,9 @@ def test_resuming_with_fewer_steps_or_another_tokenizer_is_refused_and_keeps_the
 
 
 def test_a_changed_reward_changes_the_group_settings_and_a_learning_rate_does_not(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text('[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-3\n')
-    assert same_group_config(tmp_path, '[rewards]\nfunctions = ["a"]\n[learner]\nlr = 1e-4\n')
-    assert not same_group_config(tmp_path, '[rewards]\nfunctions = ["b"]\n[learner]\nlr = 1e-3\n')
+    write_config(tmp_path, resolved({"rewards.functions": ["a:a"], "learner.lr": 1e-3}))
+    assert same_group_config(tmp_path, resolved({"rewards.functions": ["a:a"], "learner.lr": 1e-4}))
+    assert not same_group_config(tmp_path, resolved({"rewards.functions": ["b:b"], "learner.lr": 1e-3}))
 
 
 def test_changed_tasks_can_be_accepted_but_not_a_changed_number_of_tasks(tmp_path: Path) -> None:

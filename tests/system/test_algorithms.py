@@ -18,13 +18,17 @@ Settings = dict[str, Any]
 COMBINATIONS: dict[str, Settings] = {
     "kl in the loss, reference synced": {"kl.coefficient": 0.05, "kl.sync_every": 2, "kl.estimator": "unbiased"},
     "kl in the reward": {"kl.coefficient": 0.05, "kl.place": "reward"},
-    "entropy": {"algorithm.entropy": 0.01},
-    "turn credit": {"algorithm.credit": "turn", "algorithm.gamma": 0.9},
-    "token credit": {"algorithm.credit": "token"},
-    "token credit, discounted": {"algorithm.advantage": "reinforce_pp", "algorithm.gamma": 0.9},
+    "entropy": {"algorithm.entropy_coefficient": 0.01},
+    "turn credit": {"advantage.credit": "turn", "advantage.gamma": 0.9},
+    "token credit": {"advantage.credit": "token"},
+    "token credit, discounted": {"advantage.name": "reinforce_pp", "advantage.gamma": 0.9},
     "every mask": {"correction.masks": ["token", "sequence", "geometric", "veto", "opsm", "m2po"]},
-    "updates and passes": {"algorithm.preset": "decoupled_ppo", "algorithm.updates": 2, "algorithm.passes": 2},
-    "shared critic": {"algorithm.advantage": "gae", "critic.shared": True, "algorithm.gae_lambda": 0.95},
+    "updates and passes": {
+        "algorithm.preset": "decoupled_ppo",
+        "algorithm.minibatches": 2,
+        "algorithm.epochs_per_batch": 2,
+    },
+    "shared critic": {"advantage.name": "gae", "critic.shared": True, "advantage.gae_lambda": 0.95},
     "replay": {"replay.fraction": 0.5, "replay.times": 2},
     "difficulty": {"difficulty.easy_above": 0.9, "difficulty.hard_below": 0.01},
     "shaping and filters": {"rewards.overlong_buffer": 4, "filter.truncated": "mask", "filter.longer_than": 6},
@@ -47,7 +51,7 @@ def test_every_preset_trains(settings: Settings, tmp_path: Path, preset: str) ->
     found = losses(tmp_path / "run")
     assert len(found) == 3
     assert all(math.isfinite(loss) for loss in found)
-    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    written = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
     assert written["algorithm"]["preset"] == preset
 
 

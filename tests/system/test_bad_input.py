@@ -11,7 +11,7 @@ import pytest
 
 import outpace
 from outpace.cli import main
-from support import as_arguments, run_command
+from support import as_arguments, resolved, run_command, write_config
 
 Settings = dict[str, Any]
 
@@ -53,7 +53,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--beta", "0.1"], "--kl.coefficient"),
         (["--num-generations=8"], "--rollout.group_size"),
         (["--actor_rollout_ref.rollout.n=8"], "rollout.group_size"),
-        (["algorithm.adv_estimator=grpo", "trainer.total_epochs=2"], "--algorithm.advantage"),
+        (["algorithm.adv_estimator=grpo", "trainer.total_epochs=2"], "--advantage.name"),
         (["learning_rate=1e-5"], "--learner.lr"),
         (["pacing.max_lag=2"], "--pacing.max_lag=2"),
         (["pacing.max_lag", "2"], "--pacing.max_lag"),
@@ -173,23 +173,22 @@ def test_a_dry_run_prints_the_resolved_config_and_touches_nothing(
 def test_a_dry_run_of_a_resume_prints_what_would_run_and_touches_nothing(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--dry-run", *as_arguments(settings)]) == 0
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.toml").write_text(capsys.readouterr().out)
+    write_config(run, resolved(settings))
     words = ["train", "--resume", str(run), "--dry-run", "--algorithm.preset", "gspo"]
     assert main(words) == 0
     printed = tomllib.loads(capsys.readouterr().out)
-    assert (printed["algorithm"]["surrogate"], printed["run"]["dir"]) == ("gspo", str(run))
+    assert (printed["policy_loss"]["name"], printed["run"]["dir"]) == ("gspo", str(run))
     assert printed["filter"]["uniform"] is False
-    assert [path.name for path in run.iterdir()] == ["config.toml"]
+    assert sorted(path.name for path in run.iterdir()) == ["config.toml", "resolved.toml"]
 
 
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
         ({"kl.coefficient": 0.1}, ("kl.coefficient", "reference")),
-        ({"algorithm.preset": "ppo"}, ("algorithm.advantage", "critic")),
+        ({"algorithm.preset": "ppo"}, ("advantage.name", "critic")),
         ({"model.path": "starter"}, ("model.path", "weights")),
     ],
 )

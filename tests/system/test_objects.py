@@ -158,7 +158,7 @@ def digits(completions, **columns):
 def above_worst(peers):
     return peers.returns_G - peers.returns_G.min()
 
-@outpace.policy_loss(anchors=("rollout",))
+@outpace.policy_loss(old_policies=("rollout",))
 def plain(tokens: Tokens):
     return -tokens.advantages_N * tokens.logp_N
 
@@ -172,8 +172,8 @@ def test_names_that_a_script_registers_work_in_every_process_of_its_run(settings
     config |= {
         "tasks.name": "counting",
         "rewards.functions": ["digits"],
-        "algorithm.advantage": "above_worst",
-        "algorithm.surrogate": "plain",
+        "advantage.name": "above_worst",
+        "policy_loss.name": "plain",
     }
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(config=config))

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from outpace.checkpoint import commit
-from outpace.config.load import dump_toml, make_config
+from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from outpace.models import loading
@@ -31,7 +31,7 @@ from outpace.run.plan import (
 from outpace.runtime import by_value
 from outpace.trainer import Trainer
 from outpace.types import Task
-from support import naming
+from support import naming, write_config
 
 ROWS = [{"id": f"row{number}", "prompt": f"say {number}"} for number in range(40)]
 HELDOUT = [{"id": f"held{number}", "prompt": f"tell {number}"} for number in range(5)]
@@ -144,7 +144,7 @@ def test_a_command_cannot_resume_a_run_whose_objects_it_cannot_load(
 ) -> None:
     trainer = Trainer("starter", **given)
     plan = make_plan(trainer.config, trainer._objects)
-    (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
+    write_config(tmp_path, plan.config, plan.objects)
     with pytest.raises(BadInput, match=naming(str(tmp_path), f"({names})")):
         load_run_config(tmp_path, ["--run.steps=3"])
 
@@ -152,7 +152,7 @@ def test_a_command_cannot_resume_a_run_whose_objects_it_cannot_load(
 @pytest.mark.parametrize("name", ["arithmetic", "guess"])
 def test_a_command_can_resume_a_run_that_its_config_describes_completely(name: str, tmp_path: Path) -> None:
     plan = make_plan(make_config({"tasks.name": name}), UserObjects())
-    (tmp_path / "config.toml").write_text(dump_toml(plan.config, plan.objects))
+    write_config(tmp_path, plan.config, plan.objects)
     assert resolve(load_run_config(tmp_path, [f"--run.dir={plan.config.run.dir}"])) == plan.config
 
 
@@ -262,7 +262,7 @@ async def test_the_server_check_works_inside_a_running_event_loop(tmp_path: Path
 
 
 def completed_run(directory: Path, steps: int, **ended: Any) -> Path:
-    (directory / "config.toml").write_text(dump_toml(resolve(make_config({"run.steps": steps}))))
+    write_config(directory, resolve(make_config({"run.steps": steps})))
     summary = SummaryBuilder()
     summary.step(steps, {})
     built = summary.build(**{"wall_s": 1.0, "train_s": 1.0, "seed": 0, "exit": 0} | ended)

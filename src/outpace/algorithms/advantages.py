@@ -20,9 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, advantage, normalizer
 
@@ -30,6 +32,11 @@ Doubles = NDArray[np.float64]
 
 MEAN_EPSILON = 1e-6
 """Added to a mean before dividing by it."""
+
+StdEpsilon = Annotated[float, Field(gt=0, description="Added to a standard deviation before dividing by it.")]
+Attempts = Annotated[int | None, Field(ge=1, description="k of pass@k. Default: all attempts of the group.")]
+GaeLambda = Annotated[float, Field(ge=0, le=1, description="Lower values trade variance for bias.")]
+"""Types of the settings of estimators and normalizers, with limits and help text."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def dr_grpo(group: GroupReturns) -> Doubles:
 
 
 @advantage()
-def grpo(group: GroupReturns, *, std_epsilon: float = 1e-4) -> Doubles:
+def grpo(group: GroupReturns, *, std_epsilon: StdEpsilon = 1e-4) -> Doubles:
     """(R - mean(R)) / (std(R) + epsilon), with the sample standard deviation (G - 1)."""
     return _standardized(group.returns_G, std_epsilon)
 
@@ -70,13 +77,13 @@ def rloo(group: GroupReturns) -> Doubles:
     return _centered(group.returns_G) * (count / max(count - 1, 1))
 
 
-@advantage(credits=("token", "episode"), additive=True, needs_peers=False, normalise="whiten_tokens")
+@advantage(credits=("token", "episode"), additive=True, needs_peers=False, normalizer="whiten_tokens")
 def reinforce_pp(group: GroupReturns) -> Doubles:
     """REINFORCE++: the return, whitened over the tokens of the batch. The baseline is the batch, not the group."""
     return group.returns_G
 
 
-@advantage(credits=("episode", "turn", "token"), additive=True, normalise="whiten_tokens")
+@advantage(credits=("episode", "turn", "token"), additive=True, normalizer="whiten_tokens")
 def reinforce_pp_baseline(group: GroupReturns) -> Doubles:
     """REINFORCE++ with baseline: R - mean(R), whitened over the tokens of the batch."""
     return _centered(group.returns_G)
@@ -105,8 +112,8 @@ def opo(group: GroupReturns) -> Doubles:
     return group.returns_G - float((group.lengths_G / total * group.returns_G).sum())
 
 
-@advantage(credits=("episode",), parts=True, normalise="whiten_sequences")
-def gdpo(group: GroupReturns, *, std_epsilon: float = 1e-4) -> Doubles:
+@advantage(credits=("episode",), parts=True, normalizer="whiten_sequences")
+def gdpo(group: GroupReturns, *, std_epsilon: StdEpsilon = 1e-4) -> Doubles:
     """Normalize each individual reward within the group as in `grpo`, then sum them by weight. A high-variance reward
     does not dominate, and attempts with different rewards of equal sum remain distinguishable.
 
@@ -120,7 +127,7 @@ def gdpo(group: GroupReturns, *, std_epsilon: float = 1e-4) -> Doubles:
 
 
 @advantage(credits=("episode",))
-def pass_at_k(group: GroupReturns, *, pass_k: int | None = None) -> Doubles:
+def pass_at_k(group: GroupReturns, *, k: Attempts = None) -> Doubles:
     """An attempt's contribution to the best of k: the mean of max(S) - max(S without it) over all subsets S of k
     attempts that contain it. k is the number of attempts if not set, or if there are fewer than k.
 
@@ -131,7 +138,7 @@ def pass_at_k(group: GroupReturns, *, pass_k: int | None = None) -> Doubles:
     attempts is subtracted instead, which is `rloo`.
     """
     count = len(group.returns_G)
-    k = min(pass_k or count, count)
+    k = min(k or count, count)
     if k <= 1:
         return rloo(group)
     # Probability that entry j of the others, in ascending order, is the best of k - 1 drawn at random:
@@ -143,8 +150,8 @@ def pass_at_k(group: GroupReturns, *, pass_k: int | None = None) -> Doubles:
     return leads_G
 
 
-@ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalise="whiten_tokens")
-def gae(group: GroupReturns, *, gae_lambda: float = 1.0) -> Doubles:
+@ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalizer="whiten_tokens")
+def gae(group: GroupReturns, *, gae_lambda: GaeLambda = 1.0) -> Doubles:
     """Generalized advantage estimation with a learned critic. The learner computes these advantages (`compute_gae`);
     there is no comparison within the group, so the result here is the plain return."""
     return group.returns_G
@@ -220,19 +227,19 @@ def no_normalizer(batch: BatchAdvantages) -> list[Doubles]:
 
 
 @normalizer()
-def batch_std(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+def batch_std(batch: BatchAdvantages, *, std_epsilon: StdEpsilon = 1e-4) -> list[Doubles]:
     """Divide by the standard deviation of the rewards of all attempts in the batch: one scale for all groups."""
     return _scaled(batch.advantages, 0.0, sample_std(batch.rewards), std_epsilon)
 
 
 @normalizer()
-def whiten_tokens(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+def whiten_tokens(batch: BatchAdvantages, *, std_epsilon: StdEpsilon = 1e-4) -> list[Doubles]:
     """Mean 0 and standard deviation 1 over all trained tokens of the batch. Longer rows weigh more."""
     return _whitened(batch.advantages, _joined(batch.advantages), std_epsilon)
 
 
 @normalizer()
-def whiten_sequences(batch: BatchAdvantages, *, std_epsilon: float = 1e-4) -> list[Doubles]:
+def whiten_sequences(batch: BatchAdvantages, *, std_epsilon: StdEpsilon = 1e-4) -> list[Doubles]:
     """Mean 0 and standard deviation 1 over the rows of the batch, each counted once by its mean advantage."""
     means = np.array([mean(row_T) for row_T in batch.advantages if len(row_T)], dtype=np.float64)
     return _whitened(batch.advantages, means, std_epsilon)

@@ -6,7 +6,8 @@ A weight multiplies the loss of a token. A mask rejects tokens or whole sequence
 Denominators still count all tokens, so rejecting some does not amplify the others. Bounds are inclusive (except the
 limit of m2po) and compared as logarithms in float64, so rounding does not decide what is rejected.
 
-Each mask is one function in `MASKS`; its keyword-only arguments are settings of `[correction]`. Statistics are sums or
+Each mask is one function in `MASKS`; its keyword-only arguments are settings of `[correction]`, and so are those of
+`correction_weights`. Bounds of masks always keep on-policy tokens, whose ratio is 1. Statistics are sums or
 maxima over tokens, and therefore independent of how a batch is split.
 
 Legend: _N one entry per trained token, _S one per sequence.
@@ -18,10 +19,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from outpace.algorithms.losses import LOG_RATIO_BOUND, Tokens, bounded_exp
 from outpace.algorithms.registry import Registration
@@ -34,6 +36,26 @@ WeightLevel = Literal["none", "token", "sequence"]
 Scope = Literal["token", "sequence", "batch"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+WeightCap = Annotated[
+    float,
+    Field(ge=0, description="Upper truncation of the weight. 0 disables it, which needs algorithm.allow_unbounded or a "
+    "mask if pacing.max_lag is above 1."),
+]  # fmt: skip
+WeightFloor = Annotated[float, Field(ge=0, description="Lower truncation of the weight.")]
+LowRatio = Annotated[float, Field(ge=0, le=1, description="Smallest ratio kept; of a sequence, see the mask.")]
+HighRatio = Annotated[float, Field(ge=1, description="Largest ratio kept; of a sequence, see the mask.")]
+VetoBelow = Annotated[float, Field(gt=0, le=1, description="Reject sequences in which any ratio is below this.")]
+OpsmDelta = Annotated[
+    float,
+    Field(ge=0, description="Reject sequences with a negative advantage whose mean log(sampler / current) exceeds it."),
+]
+M2poLimit = Annotated[
+    float,
+    Field(gt=0, description="Reject the tokens with the largest squared log-ratios of the batch until the mean of the "
+    "rest is below this."),
+]  # fmt: skip
+"""Types of the settings of weights and masks, with limits and help text."""
 
 MAX_LOG_RATIO = 1e6
 """Log-ratios are clamped to this, far beyond every bound, so that sums of infinite ones stay finite."""
@@ -60,15 +82,16 @@ def mask(scope: Scope) -> Callable[[F], F]:
 
 
 def correction_weights(
-    tokens: Tokens, log_rho_N: Tensor, level: WeightLevel, floor: float, cap: float | None
+    tokens: Tokens, log_rho_N: Tensor, level: WeightLevel, *, cap: WeightCap = 2.0, floor: WeightFloor = 0.0
 ) -> Tensor:
-    """Return rho per token, or its product over the sequence, truncated to [floor, cap]; 1 at level `none`."""
+    """Return rho per token, or its product over the sequence, truncated to [floor, cap]; 1 at level `none`. A cap of 0
+    means no cap."""
     if level == "none":
         return log_rho_N.new_ones(log_rho_N.shape)
     clamped_N = _clamped(log_rho_N)
     if level == "sequence":
         clamped_N = tokens.per_token(tokens.sum_by_sequence(clamped_N))
-    return bounded_exp(clamped_N).clamp(min=floor, max=cap).to(log_rho_N.dtype)
+    return bounded_exp(clamped_N).clamp(min=floor, max=cap or None).to(log_rho_N.dtype)
 
 
 def keep_mask(tokens: Tokens, log_rho_N: Tensor, masks: Mapping[str, Mapping[str, Any]]) -> Tensor:
@@ -82,34 +105,36 @@ def keep_mask(tokens: Tokens, log_rho_N: Tensor, masks: Mapping[str, Mapping[str
 
 
 @mask("token")
-def token(tokens: Tokens, log_rho_N: Tensor, *, token_low: float = 0.5, token_high: float = 5.0) -> Tensor:
+def token(tokens: Tokens, log_rho_N: Tensor, *, token_low: LowRatio = 0.5, token_high: HighRatio = 5.0) -> Tensor:
     """Keep tokens whose ratio is within bounds."""
     return _within(_clamped(log_rho_N), token_low, token_high)
 
 
 @mask("sequence")
-def sequence(tokens: Tokens, log_rho_N: Tensor, *, sequence_low: float = 0.5, sequence_high: float = 2.0) -> Tensor:
+def sequence(
+    tokens: Tokens, log_rho_N: Tensor, *, sequence_low: LowRatio = 0.5, sequence_high: HighRatio = 2.0
+) -> Tensor:
     """Keep sequences whose product of ratios is within bounds. The longer the sequence, the less likely that is."""
     return tokens.per_token(_within(tokens.sum_by_sequence(_clamped(log_rho_N)), sequence_low, sequence_high))
 
 
 @mask("sequence")
 def geometric(
-    tokens: Tokens, log_rho_N: Tensor, *, geometric_low: float = 0.99, geometric_high: float = 1.01
+    tokens: Tokens, log_rho_N: Tensor, *, geometric_low: LowRatio = 0.99, geometric_high: HighRatio = 1.01
 ) -> Tensor:
     """Keep sequences whose geometric mean of ratios is within bounds, equally strict at every length."""
     return tokens.per_token(_within(tokens.mean_by_sequence(_clamped(log_rho_N)), geometric_low, geometric_high))
 
 
 @mask("sequence")
-def veto(tokens: Tokens, log_rho_N: Tensor, *, veto_below: float = 1e-4) -> Tensor:
+def veto(tokens: Tokens, log_rho_N: Tensor, *, veto_below: VetoBelow = 1e-4) -> Tensor:
     """Reject sequences with any ratio below the bound: one token that is near-impossible under the old policy."""
     impossible_N = _clamped(log_rho_N) < _log(veto_below)
     return tokens.per_token(tokens.sum_by_sequence(impossible_N.double()) == 0)
 
 
 @mask("sequence")
-def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: float = 0.1) -> Tensor:
+def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: OpsmDelta = 0.1) -> Tensor:
     """Off-policy sequence masking: reject tokens with A < 0 in sequences where mean log(sampler / current) exceeds the
     bound, i.e. that the current policy has already moved away from. The advantage counts per token.
 
@@ -120,7 +145,7 @@ def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: float = 0.1) -> Tenso
 
 
 @mask("batch")
-def m2po(log_rho_N: NDArray[np.floating[Any]], *, m2po_limit: float = 0.04) -> NDArray[np.bool_]:
+def m2po(log_rho_N: NDArray[np.floating[Any]], *, m2po_limit: M2poLimit = 0.04) -> NDArray[np.bool_]:
     """Reject the largest squared log-ratios in the batch until the mean of the rest is below the limit.
 
     Equal values are kept or rejected together, so token order does not matter. At least one token is kept: if even the

@@ -2,8 +2,8 @@
 
     r = current / old        w = current / sampler        A = advantage        sg = stop-gradient
 
-The old policy is chosen by `algorithm.anchor`: the policy at the start of the step (`proximal`), the sampler
-(`rollout`), or a log-linear interpolation of the two (`approximate`).
+The old policy is chosen by `policy_loss.old_policy`: the policy at the start of the step (`recomputed`), the
+sampler (`rollout`), or a log-linear interpolation of the two (`interpolated`).
 
 Invariants
 - Losses are per token, even where the ratio is per sequence, so advantages may differ between tokens.
@@ -39,7 +39,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from outpace.algorithms.registry import Aggregation, policy_loss
 
@@ -61,8 +63,8 @@ class Tokens:
     """The trained tokens of one forward pass, concatenated: the input of a policy loss.
 
     `logp_N` is from the current policy and carries the gradient; everything else is constant. `old_logp_N` is from the
-    old policy of the ratio (`algorithm.anchor`), `sampler_logp_N` from the policy that sampled the token. `sequence_N`
-    is the index of each token's sequence. A pass always contains whole sequences.
+    old policy of the ratio (`policy_loss.old_policy`), `sampler_logp_N` from the policy that sampled the token.
+    `sequence_N` is the index of each token's sequence. A pass always contains whole sequences.
     """
 
     logp_N: Tensor
@@ -98,6 +100,35 @@ class Tokens:
         return values_S[self.sequence_N]
 
 
+Cap = Annotated[float, Field(gt=0, description="Upper truncation of importance weights.")]
+ClipLow = Annotated[
+    float, Field(ge=0, le=1, description="The ratio is clipped at 1 - clip_low (gmpo: its log at -clip_low).")
+]
+ClipHigh = Annotated[
+    float, Field(ge=0, description="The ratio is clipped at 1 + clip_high (gmpo: its log at clip_high).")
+]
+DualClip = Annotated[
+    float | None,
+    Field(gt=1, description="Bounds the loss of a token with a negative advantage at this multiple of the advantage."),
+]
+TauPositive = Annotated[float, Field(gt=0, description="Temperature for positive advantages.")]
+TauNegative = Annotated[float, Field(gt=0, description="Temperature for negative advantages.")]
+Divergence = Annotated[
+    Literal["tv", "kl"],
+    Field(description="Divergence from the sampler's probability that decides which tokens are masked."),
+]
+TrustLow = Annotated[
+    float, Field(ge=0, description="Mask tokens with a negative advantage whose probability fell by more than this.")
+]
+TrustHigh = Annotated[
+    float, Field(ge=0, description="Mask tokens with a positive advantage whose probability rose by more than this.")
+]
+RatioPenalty = Annotated[
+    float,
+    Field(ge=0, description="Coefficient of the squared log-ratio to the sampler that is added to the loss."),
+]
+"""Types of the settings of policy losses, with limits and help text."""
+
 MIN_REMAINDER = 1e-12
 """dppo: lower bound for the probability of all other tokens, so that its logarithm is finite."""
 
@@ -109,14 +140,14 @@ VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
 """vespo: lower bound for the log of a sequence's weight."""
 
 
-@policy_loss(anchors=("proximal",), ratio=False)
+@policy_loss(old_policies=("recomputed",), ratio=False)
 def reinforce(tokens: Tokens) -> Tensor:
     """-A log pi, without a ratio: off-policy tokens are treated as on-policy."""
     return -tokens.advantages_N * tokens.logp_N
 
 
-@policy_loss(anchors=("rollout",), masks=("opsm",))
-def truncated_is(tokens: Tokens, *, cap: float = 2.0) -> Tensor:
+@policy_loss(old_policies=("rollout",), masks=("opsm",))
+def truncated_is(tokens: Tokens, *, cap: Cap = 2.0) -> Tensor:
     """-sg(min(w, cap)) A log pi: one truncated importance weight corrects for all differences between sampler and
     learner (staleness, kernels, rounding). The gradient flows through log pi only.
 
@@ -126,20 +157,20 @@ def truncated_is(tokens: Tokens, *, cap: float = 2.0) -> Tensor:
 
 
 @policy_loss()
-def cispo(tokens: Tokens, *, cap: float = 5.0) -> Tensor:
+def cispo(tokens: Tokens, *, cap: Cap = 5.0) -> Tensor:
     """-sg(min(r, cap)) A log pi: `truncated_is` with the ratio to the old policy. `cap` is the largest ratio itself,
     not its distance from 1. Every token keeps its gradient: where ppo clips, the weight here stops growing."""
     return _truncated_likelihood(tokens, cap)
 
 
-@policy_loss(anchors=("rollout",), unbounded=True)
+@policy_loss(old_policies=("rollout",), unbounded=True)
 def importance(tokens: Tokens) -> Tensor:
     """-w A, with gradient through w: unbiased, but its variance grows without bound with staleness."""
     return -tokens.ratio_N * tokens.advantages_N
 
 
 @policy_loss()
-def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None) -> Tensor:
+def ppo(tokens: Tokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, dual_clip: DualClip = None) -> Tensor:
     """-min(r A, clip(r) A): a token has no gradient once it has moved far enough in the direction of its advantage.
 
     The loss is unbounded where A < 0 and r is large; `dual_clip` bounds it by -dual_clip * A."""
@@ -150,7 +181,7 @@ def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_c
 
 
 @policy_loss(aggregation="seq_mean_token_mean")
-def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Tensor:
+def gspo(tokens: Tokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4) -> Tensor:
     """ppo with the sequence ratio s = exp(mean log r): a sequence is clipped as a whole or not at all.
 
     Each token has the value of s and the gradient s times its own d log pi. Averaged over a sequence with a single
@@ -159,7 +190,7 @@ def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> 
 
 
 @policy_loss(aggregation="seq_mean_token_mean")
-def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Tensor:
+def gmpo(tokens: Tokens, *, clip_low: ClipLow = 0.4, clip_high: ClipHigh = 0.4) -> Tensor:
     """-A exp(mean c), where c is log r clipped at clip_high if A > 0, at -clip_low otherwise: the geometric mean of
     ratios clipped per token. The bounds apply to log r. Gradients per token as in `gspo`."""
     log_ratio_N, advantages_N = tokens.log_ratio_N, tokens.advantages_N
@@ -168,7 +199,7 @@ def gmpo(tokens: Tokens, *, clip_low: float = 0.4, clip_high: float = 0.4) -> Te
 
 
 @policy_loss(aggregation="seq_mean_token_mean")
-def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Tensor:
+def sapo(tokens: Tokens, *, tau_positive: TauPositive = 1.0, tau_negative: TauNegative = 1.05) -> Tensor:
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate instead of a clip. At r = 1 the gradient is that of r A; it decays
     with the distance from 1, faster where A <= 0."""
     advantages_N = tokens.advantages_N
@@ -176,7 +207,7 @@ def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.0
     return -(4 / tau_N) * (tau_N * (tokens.ratio_N - 1)).sigmoid() * advantages_N
 
 
-@policy_loss(anchors=("rollout", "proximal", "approximate"))
+@policy_loss(old_policies=("rollout", "recomputed", "interpolated"))
 def vespo(tokens: Tokens) -> Tensor:
     """-sg(phi(W)) A log pi, phi(W) = exp(lambda) W^k exp(-lambda W), with W the product of r over the sequence: 1 at
     W = 1, at most 1.25, and 0 in both limits, so sequences far from the old policy are weighted down."""
@@ -189,14 +220,14 @@ def vespo(tokens: Tokens) -> Tensor:
     return -phi_N * tokens.advantages_N * tokens.logp_N
 
 
-@policy_loss(anchors=("rollout",))
+@policy_loss(old_policies=("rollout",))
 def dppo(
     tokens: Tokens,
     *,
-    divergence: Literal["tv", "kl"] = "tv",
-    trust_low: float = 0.2,
-    trust_high: float = 0.2,
-    ratio_penalty: float = 0.0,
+    divergence: Divergence = "tv",
+    trust_low: TrustLow = 0.2,
+    trust_high: TrustHigh = 0.2,
+    ratio_penalty: RatioPenalty = 0.0,
 ) -> Tensor:
     """-w A inside a trust region of probabilities, 0 outside, plus ratio_penalty (log w)^2 everywhere.
 

@@ -1,12 +1,12 @@
 """Registries for policy losses, advantage estimators and batch normalizers.
 
-Each is one function with one decorator. Its keyword-only arguments are settings of `[algorithm]`, with their defaults:
-the config fills them in and rejects a setting that none of the chosen functions takes. In the config, name a built-in
-function by its name, any other by `package.module:function` (as for rewards), or by its own name if the training
-program has registered it.
+Each is one function with one decorator. Its keyword-only arguments are its settings: a function that the config
+chooses adds them to its section (`[policy_loss]` or `[advantage]`), with their types and defaults. In the config, name
+a built-in function by its name, any other by `package.module:function` (as for rewards), or by its own name if the
+training program has registered it.
 
-    @policy_loss(anchors=("rollout",))  # or, with the defaults: @policy_loss
-    def my_loss(tokens: Tokens, *, cap: float = 3.0) -> Tensor: ...
+    @policy_loss(old_policies=("rollout",))  # or, with the defaults: @policy_loss
+    def my_loss(tokens: Tokens, *, sharpness: float = 3.0) -> Tensor: ...
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, overload
 from outpace.errors import BadInput
 from outpace.runtime.references import closest_names, is_reference, load_function
 
-Anchor = Literal["proximal", "rollout", "approximate"]
+OldPolicy = Literal["recomputed", "rollout", "interpolated"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Credit = Literal["episode", "turn", "token"]
 
@@ -48,13 +48,13 @@ class Registration:
 class PolicyLossRegistration(Registration):
     """A policy loss.
 
-    - `anchors`: values of `algorithm.anchor` it supports, i.e. the old policies its ratio may use; first is default
-    - `aggregation`: default of `algorithm.aggregation`
+    - `old_policies`: values of `policy_loss.old_policy` it supports; first is default
+    - `aggregation`: default of `policy_loss.aggregation`
     - `masks`: default of `correction.masks`
     - `unbounded`: importance weights have no upper bound, which is only safe close to the sampling policy
     - `ratio`: the loss uses current / old; if False, corrections use current / sampler"""
 
-    anchors: tuple[Anchor, ...] = ("proximal", "rollout", "approximate")
+    old_policies: tuple[OldPolicy, ...] = ("recomputed", "rollout", "interpolated")
     aggregation: Aggregation = "token_mean"
     masks: tuple[str, ...] = ()
     unbounded: bool = False
@@ -65,14 +65,14 @@ class PolicyLossRegistration(Registration):
 class AdvantageRegistration(Registration):
     """An advantage estimator.
 
-    - `normalise`: default of `algorithm.normalise`, the batch normalizer applied afterwards
-    - `credits`: values of `algorithm.credit` it supports; first is default
+    - `normalizer`: default of `advantage.normalizer`, the batch normalizer applied afterwards
+    - `credits`: values of `advantage.credit` it supports; first is default
     - `additive`: the advantage is the return minus a baseline, so a token's return-to-go can replace the full return
     - `needs_peers`: compares attempts within the group; a group of one gets advantage 0
     - `critic`: uses learned values and is computed by the learner. Only implemented for `gae`, so not settable by users
     - `parts`: reads the individual rewards, not only their sum"""
 
-    normalise: str = "none"
+    normalizer: str = "none"
     credits: tuple[Credit, ...] = ("episode", "turn")
     additive: bool = False
     needs_peers: bool = True
@@ -139,9 +139,9 @@ class Registry:
         return f"unknown {self.word.partition(' ')[2]} {name!r}; {hint}"
 
 
-POLICY_LOSSES = Registry(PolicyLossRegistration, "algorithm.surrogate", "a policy loss", "policy_loss")
-ADVANTAGES = Registry(AdvantageRegistration, "algorithm.advantage", "an advantage estimator", "advantage")
-NORMALIZERS = Registry(NormalizerRegistration, "algorithm.normalise", "a batch normalizer", "normalizer")
+POLICY_LOSSES = Registry(PolicyLossRegistration, "policy_loss.name", "a policy loss", "policy_loss")
+ADVANTAGES = Registry(AdvantageRegistration, "advantage.name", "an advantage estimator", "advantage")
+NORMALIZERS = Registry(NormalizerRegistration, "advantage.normalizer", "a batch normalizer", "normalizer")
 REGISTRIES = (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)
 
 
@@ -150,7 +150,7 @@ def policy_loss(function: F, /) -> F: ...
 @overload
 def policy_loss(
     *,
-    anchors: tuple[Anchor, ...] = ...,
+    old_policies: tuple[OldPolicy, ...] = ...,
     aggregation: Aggregation = ...,
     masks: tuple[str, ...] = ...,
     unbounded: bool = ...,
@@ -160,7 +160,7 @@ def policy_loss(
     function: F | None = None,
     /,
     *,
-    anchors: tuple[Anchor, ...] = ("proximal", "rollout", "approximate"),
+    old_policies: tuple[OldPolicy, ...] = ("recomputed", "rollout", "interpolated"),
     aggregation: Aggregation = "token_mean",
     masks: tuple[str, ...] = (),
     unbounded: bool = False,
@@ -168,7 +168,7 @@ def policy_loss(
 ) -> F | Callable[[F], F]:
     """Register a policy loss: `f(tokens: Tokens, *, settings…) -> loss per token`."""
     register: Callable[[F], F] = POLICY_LOSSES.register(
-        anchors=anchors, aggregation=aggregation, masks=masks, unbounded=unbounded, ratio=ratio
+        old_policies=old_policies, aggregation=aggregation, masks=masks, unbounded=unbounded, ratio=ratio
     )
     return register if function is None else register(function)
 
@@ -178,7 +178,7 @@ def advantage(function: F, /) -> F: ...
 @overload
 def advantage(
     *,
-    normalise: str = ...,
+    normalizer: str = ...,
     credits: tuple[Credit, ...] = ...,
     additive: bool = ...,
     needs_peers: bool = ...,
@@ -188,7 +188,7 @@ def advantage(
     function: F | None = None,
     /,
     *,
-    normalise: str = "none",
+    normalizer: str = "none",
     credits: tuple[Credit, ...] = ("episode", "turn"),
     additive: bool = False,
     needs_peers: bool = True,
@@ -196,7 +196,7 @@ def advantage(
 ) -> F | Callable[[F], F]:
     """Register an advantage estimator: `f(group: GroupReturns, *, settings…) -> one advantage per attempt`."""
     register: Callable[[F], F] = ADVANTAGES.register(
-        normalise=normalise, credits=credits, additive=additive, needs_peers=needs_peers, parts=parts
+        normalizer=normalizer, credits=credits, additive=additive, needs_peers=needs_peers, parts=parts
     )
     return register if function is None else register(function)
 

@@ -9,7 +9,7 @@ Attempts
 - Rewards arrive at the end: a turn's at its last token, the attempt's at its very last token.
 - Only attempts of the same role are compared: the baseline of a judge consists of judges.
 
-`algorithm.credit`
+`advantage.credit`
 - `episode`: every token gets the advantage of the full return.
 - `turn`: every turn gets the advantage of the return from that turn on, compared with the same turn of other attempts.
 - `token`: the return from the token on replaces the full return. Requires an additive estimator.
@@ -150,6 +150,9 @@ class AdvantageEstimator(Protocol):
 
     @property
     def registration(self) -> AdvantageRegistration: ...
+
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
 
     def __call__(self, group: GroupReturns, /) -> Any: ...
 
@@ -337,16 +340,14 @@ def _estimate(group: GroupReturns, estimator: AdvantageEstimator) -> Doubles:
     try:
         advantages_G = np.asarray(estimator(group), dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"algorithm.advantage: {name} failed on {plural(count, 'attempt')}: {one_line(error)}"
-        ) from error
+        raise BadInput(f"advantage.name: {name} failed on {plural(count, 'attempt')}: {one_line(error)}") from error
     if advantages_G.shape != (count,):
         raise BadInput(
-            f"algorithm.advantage: {name} returned shape {advantages_G.shape} for {plural(count, 'attempt')}; "
+            f"advantage.name: {name} returned shape {advantages_G.shape} for {plural(count, 'attempt')}; "
             "return one advantage per attempt"
         )
     if not (np.abs(advantages_G) <= np.finfo(np.float32).max).all():  # false for NaN too
         raise BadInput(
-            f"algorithm.advantage: {name} returned a non-finite advantage for the returns {group.returns_G.tolist()}"
+            f"advantage.name: {name} returned a non-finite advantage for the returns {group.returns_G.tolist()}"
         )
     return advantages_G

@@ -15,12 +15,12 @@ import os
 import shutil
 import struct
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from outpace.checkpoint.commit import CHECKPOINTS, MANIFEST, best_first, checkpoint_path, newest_complete, verify
+from outpace.config.load import RESOLVED_FILE, read_resolved
 from outpace.errors import BadInput, CorruptData
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json, parse_adapter_config
 
@@ -117,13 +117,9 @@ def _find_weights(checkpoint: Path) -> Path:
 
 def _model_of(run: Path) -> dict[str, Any]:
     """Return the `[model]` settings of the run."""
-    try:
-        config = tomllib.loads((run / "config.toml").read_text())
-    except (OSError, ValueError) as error:
-        raise BadInput(f"export: cannot read {run / 'config.toml'}: {error}") from None
-    model: dict[str, Any] = config.get("model", {})
+    model: dict[str, Any] = read_resolved(run).get("model", {})
     if not isinstance(model.get("path"), str):
-        raise BadInput(f"export: {run / 'config.toml'} does not set model.path")
+        raise BadInput(f"export: {run / RESOLVED_FILE} does not set model.path")
     return model
 
 

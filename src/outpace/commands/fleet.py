@@ -7,7 +7,6 @@ order again, because the fleet may have changed by then, and publishes the outco
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from outpace.config.engines import is_server_url, server_address
+from outpace.config.load import CONFIG_FILE, read_resolved
 from outpace.config.validation import API_KEY_HINT
 from outpace.errors import BadInput
 from outpace.monitoring import fleet_orders
@@ -37,9 +37,8 @@ class JoinRules:
 
     @classmethod
     def from_run(cls, run: Path) -> JoinRules:
-        """Read the settings from the run's config.toml."""
-        file = run / "config.toml"
-        values = tomllib.loads(file.read_text()) if file.is_file() else {}
+        """Read the settings of the run."""
+        values = read_resolved(run) if (run / CONFIG_FILE).is_file() else {}
         engine, launch, run_section = (values.get(section, {}) for section in ("engine", "launch", "run"))
         return cls(
             engine.get("kind", "embedded"),

@@ -1,37 +1,44 @@
 """Algorithm settings (loss, advantages, off-policy correction, data selection), and lookup of the configured functions.
 
-Most keys are None until `outpace.config.defaults` fills them in: whether a key applies, and its default, depend on the
-configured functions (`outpace.algorithms.registry`). A key that nothing reads is rejected if set, and stays None in a
-resolved config. See docs/algorithms.md.
+`[policy_loss]`, `[advantage]` and `[correction]` choose functions of `outpace.algorithms`. Every function declares its
+own settings, as keyword-only arguments with types and defaults: choosing it adds them to the section. `settings_model`
+builds the model that validates them, so a key that no chosen function takes is rejected, and users' functions work like
+built-in ones. The values are in `model_extra` of the section. See docs/algorithms.md.
 
 `configured_policy_loss`, `configured_advantage`, `configured_normalizer` and `configured_masks` return the functions
-that a config names, bound to the settings they take. They work on resolved and unresolved configs alike: an unset key
-has the default of the function that takes it.
+that a config names, bound to their settings. They work on resolved and unresolved configs alike: an unset key has the
+default of the function that takes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
+from functools import cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import pydantic
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS, MaskRegistration
+from outpace.algorithms.corrections import MASKS, MaskRegistration, correction_weights
 from outpace.algorithms.registry import (
     AdvantageRegistration,
     Aggregation,
-    Anchor,
     Credit,
     NormalizerRegistration,
+    OldPolicy,
     PolicyLossRegistration,
     Registration,
     Registry,
 )
-from outpace.config.base import Section
+from outpace.config.base import OpenedBy, Section, first_error
+from outpace.config.other_libraries import equivalent_setting
 from outpace.errors import BadInput, one_line
+from outpace.runtime.references import closest_names
 
 if TYPE_CHECKING:
     from outpace.config import Config
@@ -43,18 +50,53 @@ FunctionName = Literal["none"] | str
 
 
 class AlgorithmConfig(Section):
-    """Policy loss and advantage estimator.
-
-    Which keys apply depends on the configured functions: each takes its own parameters, and a key that none of them
-    takes is rejected. A name with a colon is a custom function.
-    """
+    """Preset, updates per batch, entropy bonus."""
 
     preset: str | None = None
     """Named recipe, such as `grpo`, `dapo` or `gspo`. It sets the defaults of the algorithm keys that you leave out."""
-    advantage: FunctionName | None = None
-    """Advantage estimator: none, dr_grpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k,
-    gae or `package.module:function`. Default: dr_grpo."""
-    normalise: FunctionName | None = None
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per pass over a batch. More than one needs the complete batch."""
+    epochs_per_batch: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    entropy_coefficient: float = 0.0
+    """Entropy bonus coefficient; a negative value is a penalty."""
+    allow_unbounded: bool = False
+    """Allow unbounded importance weights even if pacing.max_lag is above 1."""
+
+
+class ChoiceSection(Section):
+    """A section that chooses functions. The settings of the chosen functions are further keys (`model_extra`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class PolicyLossConfig(ChoiceSection):
+    """Policy loss.
+
+    The keys below the first three are settings of single losses: a key that the chosen loss does not take is rejected.
+    """
+
+    name: str = "truncated_is"
+    """reinforce, truncated_is, cispo, importance, ppo, gspo, gmpo, sapo, vespo, dppo or `package.module:function`."""
+    old_policy: OldPolicy | None = None
+    """Old policy in the denominator of the loss's probability ratio: `recomputed` is the policy at the start of the
+    step, `rollout` the policy that sampled, `interpolated` an estimate of `recomputed` between sampler and current
+    policy. Default: set by the policy loss."""
+    aggregation: Aggregation | None = None
+    """Aggregation of token losses over the whole step. Default: set by the policy loss, mostly token_mean."""
+
+
+class AdvantageConfig(ChoiceSection):
+    """Advantage estimator.
+
+    The keys below the first four are settings of single estimators or normalizers: a key that the chosen ones do not
+    take is rejected.
+    """
+
+    name: str = "dr_grpo"
+    """none, dr_grpo, grpo, rloo, reinforce_pp, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k, gae or
+    `package.module:function`."""
+    normalizer: FunctionName | None = None
     """Normalization of advantages over the complete batch: none, batch_std, whiten_tokens, whiten_sequences or
     `package.module:function`. Default: set by the estimator, mostly none."""
     credit: Credit | None = None
@@ -62,90 +104,22 @@ class AlgorithmConfig(Section):
     by the estimator, mostly episode."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount factor, for turn and token credit and for gae. Default: 1."""
-    gae_lambda: float | None = Field(default=None, ge=0, le=1)
-    """GAE lambda: lower values trade variance for bias. Default: 1."""
-    pass_k: int | None = Field(default=None, ge=1)
-    """k of pass_at_k. Default: all attempts of the group."""
-    std_epsilon: float | None = Field(default=None, gt=0)
-    """Epsilon added to a standard deviation before dividing by it. Default: 1e-4."""
-    surrogate: str | None = None
-    """Policy loss: reinforce, truncated_is, cispo, importance, ppo, gspo, gmpo, sapo, vespo, dppo or
-    `package.module:function`. Default: truncated_is."""
-    anchor: Anchor | None = None
-    """Old policy in the denominator of the loss's probability ratio: `proximal` is the policy at the start of the step,
-    `rollout` the policy that sampled, `approximate` an interpolated estimate of `proximal`. Default: set by the policy
-    loss."""
-    cap: float | None = Field(default=None, gt=0)
-    """truncated_is and cispo: upper truncation of importance weights. Default: 2, and 5 for cispo."""
-    clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The ratio is clipped at 1 - clip_low (gmpo: its log at -clip_low). Default: set by the policy loss."""
-    clip_high: float | None = Field(default=None, ge=0)
-    """The ratio is clipped at 1 + clip_high (gmpo: its log at clip_high). Default: set by the policy loss."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """ppo: dual clip; bounds the loss of a token with a negative advantage at this multiple of the advantage."""
-    tau_positive: float | None = Field(default=None, gt=0)
-    """sapo: temperature for positive advantages."""
-    tau_negative: float | None = Field(default=None, gt=0)
-    """sapo: temperature for negative advantages."""
-    divergence: Literal["tv", "kl"] | None = None
-    """dppo: divergence from the sampler's probability that decides which tokens are masked."""
-    trust_low: float | None = Field(default=None, ge=0)
-    """dppo: mask tokens with a negative advantage whose probability fell by more than this."""
-    trust_high: float | None = Field(default=None, ge=0)
-    """dppo: mask tokens with a positive advantage whose probability rose by more than this."""
-    ratio_penalty: float | None = Field(default=None, ge=0)
-    """dppo: coefficient of the squared log-ratio to the sampler that is added to the loss."""
-    aggregation: Aggregation | None = None
-    """Aggregation of token losses over the whole step. Default: set by the policy loss, mostly token_mean."""
-    updates: int = Field(default=1, ge=1)
-    """Optimizer updates per pass over a batch. More than one needs the complete batch."""
-    passes: int = Field(default=1, ge=1)
-    """Passes over each batch."""
-    entropy: float = 0.0
-    """Entropy bonus coefficient; a negative value is a penalty."""
-    force: bool = False
-    """Allow unbounded importance weights even if pacing.max_lag is above 1."""
 
 
-class CorrectionConfig(Section):
+class CorrectionConfig(ChoiceSection):
     """Off-policy correction: importance weights and masks.
 
-    The weight corrects for the distance between the sampler and the old policy (`algorithm.anchor`). With
-    `algorithm.anchor = "rollout"` the policy loss contains that ratio already: only masks apply, to the ratio of the
-    current policy to the sampler.
+    The weight corrects for the distance between the sampler and the old policy (`policy_loss.old_policy`). With
+    `policy_loss.old_policy = "rollout"` the policy loss contains that ratio already: only masks apply, to the ratio of
+    the current policy to the sampler. The keys below the first two are settings of the weight or of single masks.
     """
 
     weight: Literal["none", "token", "sequence"] | None = None
     """Multiply the loss by the truncated ratio old policy / sampler, per token or as the product over a sequence.
-    Default: token, or none when algorithm.anchor is rollout."""
-    cap: float | None = Field(default=None, ge=0)
-    """Upper truncation of the weight. 0 disables it, which needs algorithm.force or a mask if pacing.max_lag is above
-    1. Default: 2."""
-    floor: float | None = Field(default=None, ge=0)
-    """Lower truncation of the weight. Default: 0."""
+    Default: token, or none when policy_loss.old_policy is rollout."""
     masks: list[Mask] | None = None
     """Masks that reject tokens or whole sequences by their ratio to the sampler. Rejected tokens still count in the
     loss denominators. Default: set by the policy loss; opsm for truncated_is, none for the others."""
-    token_low: float | None = Field(default=None, ge=0)
-    """Mask `token`: smallest ratio kept. Default: 0.5."""
-    token_high: float | None = Field(default=None, gt=0)
-    """Mask `token`: largest ratio kept. Default: 5."""
-    sequence_low: float | None = Field(default=None, ge=0)
-    """Mask `sequence`: smallest product of ratios kept. Default: 0.5."""
-    sequence_high: float | None = Field(default=None, gt=0)
-    """Mask `sequence`: largest product of ratios kept. Default: 2."""
-    geometric_low: float | None = Field(default=None, ge=0)
-    """Mask `geometric`: smallest geometric mean of ratios kept. Default: 0.99."""
-    geometric_high: float | None = Field(default=None, gt=0)
-    """Mask `geometric`: largest geometric mean of ratios kept. Default: 1.01."""
-    veto_below: float | None = Field(default=None, gt=0)
-    """Mask `veto`: reject sequences in which any ratio is below this. Default: 1e-4."""
-    opsm_delta: float | None = Field(default=None, ge=0)
-    """Mask `opsm`: reject sequences with a negative advantage whose mean log(sampler / current) is above this.
-    Default: 0.1."""
-    m2po_limit: float | None = Field(default=None, gt=0)
-    """Mask `m2po`: reject the tokens with the largest squared log-ratios of the batch until the mean of the rest is
-    below this. Default: 0.04."""
 
 
 class KlConfig(Section):
@@ -156,29 +130,28 @@ class KlConfig(Section):
 
     coefficient: float = Field(default=0.0, ge=0)
     """KL penalty coefficient. 0 disables the penalty; no reference model is kept."""
-    estimator: Literal["k1", "k2", "k3", "unbiased"] | None = None
+    estimator: Annotated[Literal["k1", "k2", "k3", "unbiased"] | None, OpenedBy("coefficient")] = None
     """KL estimator. Default: k3 in the loss, k1 in the reward."""
-    place: Literal["loss", "reward"] | None = None
-    """Where the penalty is applied. Default: loss."""
-    sync_every: int | None = Field(default=None, ge=0)
-    """Interval in steps at which the reference is replaced by the current policy; 0 keeps the initial policy.
-    Default: 0."""
+    place: Annotated[Literal["loss", "reward"], OpenedBy("coefficient")] = "loss"
+    """Where the penalty is applied."""
+    sync_every: Annotated[int, OpenedBy("coefficient")] = Field(default=0, ge=0)
+    """Interval in steps at which the reference is replaced by the current policy; 0 keeps the initial policy."""
 
 
 class CriticConfig(Section):
-    """Value head, for algorithm.advantage = "gae".
+    """Value head, for advantage.name = "gae".
 
     The value head is trained with the policy. These keys apply only to an estimator that has a critic.
     """
 
     lr: float | None = Field(default=None, gt=0)
     """Learning rate of the value head. Default: ten times learner.lr."""
-    coefficient: float | None = Field(default=None, gt=0)
-    """Coefficient of the value loss. Default: 0.5."""
-    clip: float | None = Field(default=None, gt=0)
-    """Value clipping range around the values at the start of the step. Default: 0.2."""
-    shared: bool | None = None
-    """Backpropagate the value loss into the model, not only into the value head. Default: false."""
+    coefficient: float = Field(default=0.5, gt=0)
+    """Coefficient of the value loss."""
+    clip: float = Field(default=0.2, gt=0)
+    """Value clipping range around the values at the start of the step."""
+    shared: bool = False
+    """Backpropagate the value loss into the model, not only into the value head."""
 
 
 class FilterConfig(Section):
@@ -190,8 +163,8 @@ class FilterConfig(Section):
     uniform: bool | None = None
     """Filter out and replace groups whose rewards are all equal. Default: on if the estimator compares the attempts of
     a group, because such groups have zero advantage."""
-    tolerance: float | None = Field(default=None, ge=0)
-    """Rewards that differ by less than this count as equal. Default: 1e-6."""
+    tolerance: Annotated[float, OpenedBy("uniform")] = Field(default=1e-6, ge=0)
+    """Rewards that differ by less than this count as equal."""
     min_group: int | None = Field(default=None, ge=1)
     """A group with fewer remaining attempts than this fails. Default: 2 if the estimator compares attempts, else 1."""
     truncated: Literal["train", "mask"] = "train"
@@ -207,8 +180,8 @@ class DifficultyConfig(Section):
     """Skip tasks whose mean reward was at least this for `rest_epochs` epochs."""
     hard_below: float | None = None
     """Skip tasks whose mean reward was at most this for `rest_epochs` epochs."""
-    rest_epochs: int | None = Field(default=None, ge=1)
-    """Number of epochs to skip a task that was too easy or too hard. Default: 1."""
+    rest_epochs: Annotated[int, OpenedBy("easy_above", "hard_below")] = Field(default=1, ge=1)
+    """Number of epochs to skip a task that was too easy or too hard."""
 
 
 class ReplayConfig(Section):
@@ -221,10 +194,10 @@ class ReplayConfig(Section):
     fraction: float = Field(default=0.0, ge=0, lt=1)
     """Replayed groups added to each batch, as a fraction of pacing.groups_per_step. Replayed groups may exceed
     pacing.max_lag."""
-    max_age: int | None = Field(default=None, ge=1)
-    """Maximum age of a replayed group, in versions since it was first trained on. Default: 8."""
-    times: int | None = Field(default=None, ge=1)
-    """Maximum replays of one group. Default: 1."""
+    max_age: Annotated[int, OpenedBy("fraction")] = Field(default=8, ge=1)
+    """Maximum age of a replayed group, in versions since it was first trained on."""
+    times: Annotated[int, OpenedBy("fraction")] = Field(default=1, ge=1)
+    """Maximum replays of one group."""
 
 
 class GovernorConfig(Section):
@@ -237,27 +210,99 @@ class GovernorConfig(Section):
     enabled: bool | None = None
     """Lower the effective max lag when the data is too far off-policy, and raise it again later. Default: on, unless
     run.deterministic is set or pacing.max_lag is 0."""
-    ess_min: float | None = Field(default=None, ge=0, le=1)
-    """Lower the lag by one if the effective sample size (as a fraction of tokens) is below this. Default: 0.5."""
-    kl_max: float | None = Field(default=None, gt=0)
-    """Lower the lag by one if the mismatch KL per token is above this. Default: 0.1."""
-    patience: int | None = Field(default=None, ge=1)
-    """Raise the lag by one after this many good steps in a row. Default: 5."""
-    min_lag: int | None = Field(default=None, ge=0)
-    """The lag is never lowered below this. Default: 0."""
+    ess_min: Annotated[float, OpenedBy("enabled")] = Field(default=0.5, ge=0, le=1)
+    """Lower the lag by one if the effective sample size (as a fraction of tokens) is below this."""
+    kl_max: Annotated[float, OpenedBy("enabled")] = Field(default=0.1, gt=0)
+    """Lower the lag by one if the mismatch KL per token is above this."""
+    patience: Annotated[int, OpenedBy("enabled")] = Field(default=5, ge=1)
+    """Raise the lag by one after this many good steps in a row."""
+    min_lag: Annotated[int, OpenedBy("enabled")] = Field(default=0, ge=0)
+    """The lag is never lowered below this."""
 
-
-DEFAULT_POLICY_LOSS = "truncated_is"
-DEFAULT_ADVANTAGE = "dr_grpo"
-
-CHOICES = ("preset", "surrogate", "advantage", "normalise", "credit", "anchor", "aggregation")
-PARAMETERS = tuple(
-    key for key, info in AlgorithmConfig.model_fields.items() if info.default is None and key not in CHOICES
-)
-"""Keys of `[algorithm]` that a function may take as keyword-only arguments."""
 
 T = TypeVar("T", bound=Registration, covariant=True)
 F = TypeVar("F", bound=Registration)
+Function = Callable[..., Any]
+
+
+# ------------------------------------------------------------------------------------------------- settings models
+
+
+@cache
+def settings_model(*functions: Function) -> type[Section]:
+    """Return the model of the settings that these functions take: one field per keyword-only argument."""
+    fields = {name: field for function in functions for name, field in _fields(function).items()}
+    return pydantic.create_model("FunctionSettings", __base__=Section, **fields)
+
+
+def _fields(function: Function) -> dict[str, Any]:
+    """Return type and default of each keyword-only argument."""
+    arguments = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return {p.name: (_annotation(function, p), p.default) for p in arguments}
+
+
+def _annotation(function: Function, argument: inspect.Parameter) -> Any:
+    """Return the type of one argument: its annotation, or the type of its default if that cannot be evaluated.
+
+    Annotations are evaluated one by one: others may only exist for type checkers, such as Tensor."""
+    from_default = Any if argument.default is None else type(argument.default)
+    if argument.annotation is argument.empty:
+        return from_default
+    holder = SimpleNamespace(__annotations__={argument.name: argument.annotation})
+    try:
+        namespace = getattr(function, "__globals__", {})
+        return get_type_hints(holder, globalns=namespace, include_extras=True)[argument.name]
+    except (NameError, TypeError, AttributeError, SyntaxError):
+        return from_default
+
+
+def open_settings(name: str, section: ChoiceSection, chosen: str, functions: tuple[Function, ...]) -> dict[str, Any]:
+    """Validate the settings of the chosen functions in a section, and return them with their defaults.
+
+    `chosen` describes the choice in errors. What is None is left out, because TOML cannot hold it."""
+    model, extra = settings_model(*functions), section.model_extra or {}
+    given = {key: value for key, value in extra.items() if key in section.model_fields_set or key in model.model_fields}
+    for key in given:
+        if key not in model.model_fields:
+            raise BadInput(f"{name}.{one_line(key)}: {_why_refused(name, key, section, chosen, model)}")
+    try:
+        values = dict(model.model_validate(given))
+    except pydantic.ValidationError as error:
+        raise BadInput(f"{first_error(error, name)} (with {chosen})") from None
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _why_refused(name: str, key: str, section: ChoiceSection, chosen: str, model: type[Section]) -> str:
+    known = function_parameters(name)
+    takes = f"{chosen} takes {', '.join(model.model_fields) or 'no settings of its own'}"
+    if key in known:
+        return f"this is a setting of {', '.join(known[key])}; {takes}"
+    if remedy := equivalent_setting(f"{name}.{key}"):
+        return f"no such setting; {remedy}"
+    close = closest_names(key, {*type(section).model_fields, *known, *model.model_fields})
+    return f"no such setting; did you mean {name}.{close[0]}?" if close else f"no such setting; {takes}"
+
+
+@cache
+def function_parameters(section: str) -> Mapping[str, Mapping[str, FieldInfo]]:
+    """Return the settings of all built-in functions of a section: by key, then by function."""
+    found: dict[str, dict[str, FieldInfo]] = {}
+    for label, function in _built_in_functions(section):
+        for key, info in settings_model(function).model_fields.items():
+            found.setdefault(key, {})[label] = info
+    return found
+
+
+def _built_in_functions(section: str) -> Iterator[tuple[str, Function]]:
+    if section == "correction":
+        yield "the weight", correction_weights
+        yield from ((f"the mask {name}", mask.function) for name, mask in MASKS.items())
+    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS):
+        if registry.setting.partition(".")[0] == section:
+            yield from ((name, registration.function) for name, registration in registry.built_in.items())
+
+
+# ---------------------------------------------------------------------------------------------- configured functions
 
 
 @dataclass(frozen=True)
@@ -271,16 +316,17 @@ class ConfiguredFunction(Generic[T]):
         return self.registration.function(*arguments, **self.settings)
 
 
-def configured_policy_loss(config: AlgorithmConfig) -> ConfiguredFunction[PolicyLossRegistration]:
-    return _bind(_lookup(POLICY_LOSSES, config.surrogate or DEFAULT_POLICY_LOSS), config)
+def configured_policy_loss(config: PolicyLossConfig) -> ConfiguredFunction[PolicyLossRegistration]:
+    return _bind(_lookup(POLICY_LOSSES, config.name), config)
 
 
-def configured_advantage(config: AlgorithmConfig) -> ConfiguredFunction[AdvantageRegistration]:
-    return _bind(_lookup(ADVANTAGES, config.advantage or DEFAULT_ADVANTAGE), config)
+def configured_advantage(config: AdvantageConfig) -> ConfiguredFunction[AdvantageRegistration]:
+    return _bind(_lookup(ADVANTAGES, config.name), config)
 
 
-def configured_normalizer(config: AlgorithmConfig) -> ConfiguredFunction[NormalizerRegistration]:
-    return _bind(_lookup(NORMALIZERS, config.normalise or configured_advantage(config).registration.normalise), config)
+def configured_normalizer(config: AdvantageConfig) -> ConfiguredFunction[NormalizerRegistration]:
+    name = config.normalizer or configured_advantage(config).registration.normalizer
+    return _bind(_lookup(NORMALIZERS, name), config)
 
 
 def configured_masks(config: CorrectionConfig) -> dict[str, ConfiguredFunction[MaskRegistration]]:
@@ -288,10 +334,16 @@ def configured_masks(config: CorrectionConfig) -> dict[str, ConfiguredFunction[M
     return {name: _bind(MASKS[name], config) for name in config.masks or []}
 
 
-def _bind(registration: F, config: AlgorithmConfig | CorrectionConfig) -> ConfiguredFunction[F]:
-    given = {name: getattr(config, name) for name in registration.parameters}
+def weight_settings(config: CorrectionConfig) -> dict[str, float]:
+    """Return the settings of the correction weight."""
+    extra = config.model_extra or {}
+    return {key: extra[key] for key in settings_model(correction_weights).model_fields if key in extra}
+
+
+def _bind(registration: F, config: ChoiceSection) -> ConfiguredFunction[F]:
+    extra = config.model_extra or {}
     return ConfiguredFunction(
-        registration, {name: registration.parameters[name] if value is None else value for name, value in given.items()}
+        registration, {name: extra.get(name, default) for name, default in registration.parameters.items()}
     )
 
 
@@ -303,33 +355,24 @@ def _lookup(registry: Registry, name: str) -> Any:
     except BadInput as error:
         raise BadInput(one_line(error, limit=600)) from error
     if name not in registry.built_in:
-        _check_parameters(registration, registry.setting)
-        for problem in _decorator_problems(registration):
+        for problem in _user_function_problems(registration, registry.setting.partition(".")[0]):
             raise BadInput(f"{registry.setting}: {registration.name} {problem}")
     return registration
 
 
-def _check_parameters(registration: Registration, setting: str) -> None:
-    """Check that a user's function takes only existing settings, and that its defaults are valid values of them."""
-    for name, default in registration.parameters.items():
-        if name not in PARAMETERS:
-            raise BadInput(
-                f"{setting}: {registration.name} takes {name}, which is not a setting of [algorithm]; "
-                f"rename it to one of {', '.join(PARAMETERS)}, or make it a constant"
-            )
-        try:
-            AlgorithmConfig.model_validate({name: default})
-        except pydantic.ValidationError:
-            raise BadInput(
-                f"{setting}: {registration.name} has the default {name} = {one_line(repr(default), limit=60)}, "
-                f"which is not a valid value of algorithm.{name}; change the default"
-            ) from None
-
-
-def _decorator_problems(registration: Registration) -> Iterator[str]:
-    """Yield what is wrong with the arguments of a user's decorator, which does not check types when it runs."""
+def _user_function_problems(registration: Registration, section: str) -> Iterator[str]:
+    """Yield what is wrong with a user's function: its settings, or the arguments of its decorator, which does not check
+    types when it runs."""
+    model, reserved = settings_model(registration.function), SECTION_KEYS[section]
+    try:
+        for key, default in registration.parameters.items():
+            model.model_validate({key: default})
+            if key in reserved:
+                yield f"takes {key}, which is a setting of [{section}] already; rename the argument"
+    except pydantic.ValidationError as error:
+        yield f"has an invalid default: {first_error(error, registration.name)}"
     if isinstance(registration, PolicyLossRegistration):
-        yield from _name_problems("anchors", registration.anchors, get_args(Anchor), needed=True)
+        yield from _name_problems("old_policies", registration.old_policies, get_args(OldPolicy), needed=True)
         yield from _name_problems("masks", registration.masks, tuple(MASKS))
         yield from _name_problems("aggregation", (registration.aggregation,), get_args(Aggregation))
     if isinstance(registration, AdvantageRegistration):
@@ -339,6 +382,9 @@ def _decorator_problems(registration: Registration) -> Iterator[str]:
                 'lists "token" in credits, which requires an advantage of the form return minus baseline; '
                 'set additive=True if it has this form, or remove "token"'
             )
+
+
+SECTION_KEYS = {"policy_loss": PolicyLossConfig.model_fields, "advantage": AdvantageConfig.model_fields}
 
 
 def _name_problems(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:
@@ -355,11 +401,11 @@ def _name_problems(argument: str, given: Any, known: tuple[str, ...], *, needed:
 def full_batch_reasons(config: Config) -> Iterator[str]:
     """Yield the reasons why the learner needs the complete batch before it can start; none if it can stream."""
     algorithm = config.algorithm
-    if (estimator := configured_advantage(algorithm).registration).critic:
+    if (estimator := configured_advantage(config.advantage).registration).critic:
         yield f"the advantage estimator {estimator.name} needs the values of the whole batch"
-    if (normalizer := configured_normalizer(algorithm).registration) is not NORMALIZERS.find("none"):
+    if (normalizer := configured_normalizer(config.advantage).registration) is not NORMALIZERS.find("none"):
         yield f"the normalizer {normalizer.name} needs statistics of the whole batch"
-    if algorithm.updates * algorithm.passes > 1:
+    if algorithm.minibatches * algorithm.epochs_per_batch > 1:
         yield "several updates per batch need the whole batch"
     for name, mask in configured_masks(config.correction).items():
         if mask.registration.scope == "batch":

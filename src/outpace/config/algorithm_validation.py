@@ -9,28 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from outpace.config import Config
-from outpace.config.algorithm import configured_advantage, configured_policy_loss, full_batch_reasons
+from outpace.config.algorithm import (
+    configured_advantage,
+    configured_policy_loss,
+    full_batch_reasons,
+    weight_settings,
+)
 from outpace.errors import plural
 
 Rule = Callable[[Config], Iterator[str]]
 
-PROXIMAL_LOSSES = "use a policy loss with algorithm.anchor = proximal, such as reinforce or ppo"
+OTHER_LOSSES = "choose a policy loss with another old policy, such as reinforce or ppo"
 
 
-def _check_anchor(config: Config) -> Iterator[str]:
-    anchor, registration = config.algorithm.anchor, configured_policy_loss(config.algorithm).registration
-    if anchor not in registration.anchors:
-        choices = " or ".join(registration.anchors)
-        yield f"algorithm.anchor: {registration.name} does not support {anchor}; use {choices}"
+def _check_old_policy(config: Config) -> Iterator[str]:
+    old_policy, registration = config.policy_loss.old_policy, configured_policy_loss(config.policy_loss).registration
+    if old_policy not in registration.old_policies:
+        choices = " or ".join(registration.old_policies)
+        yield f"policy_loss.old_policy: {registration.name} does not support {old_policy}; use {choices}"
 
 
 def _check_double_counting(config: Config) -> Iterator[str]:
-    weight, registration = config.correction.weight, configured_policy_loss(config.algorithm).registration
-    if config.algorithm.anchor == "rollout" and weight != "none":
-        others = [anchor for anchor in registration.anchors if anchor != "rollout"]
-        instead = f"set algorithm.anchor to {' or '.join(others)}" if others else PROXIMAL_LOSSES
+    weight, registration = config.correction.weight, configured_policy_loss(config.policy_loss).registration
+    if config.policy_loss.old_policy == "rollout" and weight != "none":
+        others = [policy for policy in registration.old_policies if policy != "rollout"]
+        instead = f"set policy_loss.old_policy to {' or '.join(others)}" if others else OTHER_LOSSES
         yield (
-            f'correction.weight: "{weight}" counts the ratio to the sampler twice: algorithm.anchor = "rollout" '
+            f'correction.weight: "{weight}" counts the ratio to the sampler twice: policy_loss.old_policy = "rollout" '
             f'already puts it into the policy loss; use "none", or {instead}'
         )
     if config.kl.place == "reward" and config.kl.estimator == "unbiased":
@@ -42,18 +47,18 @@ def _check_double_counting(config: Config) -> Iterator[str]:
 
 def _check_unbounded_weights(config: Config) -> Iterator[str]:
     """Reject unbounded importance weights if tokens may be more than one version old. The mask `token` bounds
-    per-token weights, the mask `sequence` per-sequence weights. With algorithm.anchor = rollout, masks apply to the
-    policy loss's own ratio."""
+    per-token weights, the mask `sequence` per-sequence weights. With policy_loss.old_policy = rollout, masks apply
+    to the policy loss's own ratio."""
     age, why, remedy = _max_token_age(config)
-    if age <= 1 or config.algorithm.force:
+    if age <= 1 or config.algorithm.allow_unbounded:
         return
     correction, masks = config.correction, config.correction.masks or []
-    registration = configured_policy_loss(config.algorithm).registration
-    ending, remedy = f"unbounded, and {why}", f"{remedy}, or set algorithm.force = true"
-    if registration.unbounded and not (config.algorithm.anchor == "rollout" and "token" in masks):
-        mask = 'add the mask "token", ' if config.algorithm.anchor == "rollout" else ""
-        yield f"algorithm.surrogate: weights of {registration.name} are {ending}; use truncated_is, {mask}{remedy}"
-    if correction.weight != "none" and correction.cap == 0 and correction.weight not in masks:
+    registration = configured_policy_loss(config.policy_loss).registration
+    ending, remedy = f"unbounded, and {why}", f"{remedy}, or set algorithm.allow_unbounded = true"
+    if registration.unbounded and not (config.policy_loss.old_policy == "rollout" and "token" in masks):
+        mask = 'add the mask "token", ' if config.policy_loss.old_policy == "rollout" else ""
+        yield f"policy_loss.name: weights of {registration.name} are {ending}; use truncated_is, {mask}{remedy}"
+    if correction.weight != "none" and weight_settings(correction).get("cap") == 0 and correction.weight not in masks:
         yield f'correction.cap: 0 leaves weights {ending}; set a cap, add the mask "{correction.weight}", {remedy}'
 
 
@@ -62,39 +67,19 @@ def _max_token_age(config: Config) -> tuple[int, str, str]:
     lower it. A replayed group was first trained on up to `max_age` versions ago, and its tokens were sampled up to
     `max_lag` versions before that."""
     max_lag, max_age = config.pacing.max_lag, config.replay.max_age
-    if config.replay.fraction == 0 or max_age is None:
+    if config.replay.fraction == 0:
         return max_lag, f"pacing.max_lag allows tokens {plural(max_lag, 'version')} old", "set pacing.max_lag to 1"
     age = max_lag + max_age
     why = f"pacing.max_lag and replay.max_age allow tokens {max_lag} + {max_age} versions old"
     return age, why, "lower them until their sum is 1"
 
 
-RANGE_MASKS = {"token": "tokens", "sequence": "sequences", "geometric": "sequences"}
-"""Masks that keep a range of ratios, and what they reject."""
-
-
-def _check_masks_keep_on_policy(config: Config) -> Iterator[str]:
-    correction = config.correction
-    for name, what in RANGE_MASKS.items():
-        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
-        ending = f"rejects on-policy {what}, whose ratio is 1; use at"
-        if low is not None and low > 1:
-            yield f"correction.{name}_low: {low} {ending} most 1"
-        if high is not None and high < 1:
-            yield f"correction.{name}_high: {high} {ending} least 1"
-    if (bound := correction.veto_below) is not None and bound > 1:
-        yield f"correction.veto_below: {bound} rejects on-policy sequences, whose ratios are 1; use at most 1"
-
-
 def _check_bounds_order(config: Config) -> Iterator[str]:
-    correction = config.correction
-    pairs = [("floor", correction.floor, "cap", correction.cap or None)]
-    for name in RANGE_MASKS:
-        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
-        pairs.append((f"{name}_low", low, f"{name}_high", high))
-    for low_key, low, high_key, high in pairs:
-        if low is not None and high is not None and low >= high:
-            yield f"correction.{low_key}: {low} is not below correction.{high_key}, which is {high}; lower it"
+    values = config.correction.model_extra or {}
+    pairs = [("floor", "cap"), *((f"{mask}_low", f"{mask}_high") for mask in ("token", "sequence", "geometric"))]
+    for low, high in pairs:
+        if high in values and 0 < values[high] <= values[low]:
+            yield f"correction.{low}: {values[low]} is not below correction.{high}, which is {values[high]}; lower it"
 
 
 def _check_duplicate_masks(config: Config) -> Iterator[str]:
@@ -105,27 +90,23 @@ def _check_duplicate_masks(config: Config) -> Iterator[str]:
 
 
 def _check_credit(config: Config) -> Iterator[str]:
-    credit, gamma, registration = (
-        config.algorithm.credit,
-        config.algorithm.gamma,
-        configured_advantage(config.algorithm).registration,
-    )
+    credit, gamma = config.advantage.credit, config.advantage.gamma
+    registration = configured_advantage(config.advantage).registration
     if credit not in registration.credits:
         choices = " or ".join(registration.credits)
-        yield f"algorithm.credit: {registration.name} does not support {credit}; use {choices}"
+        yield f"advantage.credit: {registration.name} does not support {credit}; use {choices}"
     elif credit != "episode" and registration.parts:
-        yield f'algorithm.credit: {registration.name} uses rewards that exist per episode only; use "episode"'
+        yield f'advantage.credit: {registration.name} uses rewards that exist per episode only; use "episode"'
     elif credit == "token" and registration.needs_peers and gamma is not None and gamma < 1:
         turn = '"turn" credit, ' if "turn" in registration.credits else ""
         yield (
-            f"algorithm.gamma: {registration.name} has one baseline for all tokens: discounted returns of early tokens "
-            f"would fall below it; leave this out, or use {turn}"
-            'the advantage "none" or "reinforce_pp"'
+            f"advantage.gamma: {registration.name} has one baseline for all tokens: discounted returns of early tokens "
+            f'would fall below it; leave this out, or use {turn}the estimator "none" or "reinforce_pp"'
         )
 
 
 def _check_kl_in_reward(config: Config) -> Iterator[str]:
-    registration = configured_advantage(config.algorithm).registration
+    registration = configured_advantage(config.advantage).registration
     if config.kl.place == "reward" and registration.parts:
         yield f'kl.place: {registration.name} uses individual rewards, and the KL is not one of them; use "loss"'
     if config.kl.place == "reward" and (config.filter.truncated == "mask" or config.filter.longer_than is not None):
@@ -135,11 +116,11 @@ def _check_kl_in_reward(config: Config) -> Iterator[str]:
 def _check_group_size(config: Config) -> Iterator[str]:
     size, registration, filters = (
         config.rollout.group_size,
-        configured_advantage(config.algorithm).registration,
+        configured_advantage(config.advantage).registration,
         config.filter,
     )
     if size == 1 and registration.needs_peers:
-        yield 'rollout.group_size: 1 leaves no attempts to compare; use 2 or more, or algorithm.advantage = "none"'
+        yield 'rollout.group_size: 1 leaves no attempts to compare; use 2 or more, or advantage.name = "none"'
     elif size == 1 and filters.uniform:
         yield "filter.uniform: a group of one attempt is always uniform and would be filtered; set it to false"
     if filters.min_group is not None and filters.min_group > size:
@@ -147,8 +128,8 @@ def _check_group_size(config: Config) -> Iterator[str]:
         yield f"filter.min_group: no group has {attempts}; use at most rollout.group_size, {size}"
     elif filters.min_group == 1 and registration.needs_peers:
         yield f"filter.min_group: {registration.name} compares attempts and needs at least 2; use 2 or more"
-    if (k := config.algorithm.pass_k) is not None and k > size:
-        yield f"algorithm.pass_k: no group has {plural(k, 'attempt')}; use at most rollout.group_size, {size}"
+    if (k := configured_advantage(config.advantage).settings.get("k") or 0) > size and registration.name == "pass_at_k":
+        yield f"advantage.k: no group has {plural(k, 'attempt')}; use at most rollout.group_size, {size}"
 
 
 def _check_streaming(config: Config) -> Iterator[str]:
@@ -157,10 +138,10 @@ def _check_streaming(config: Config) -> Iterator[str]:
             yield f"learner.stream: {reason}, so streaming is not possible; leave this out or set it to false"
 
 
-def _check_updates(config: Config) -> Iterator[str]:
-    updates, groups = config.algorithm.updates, config.pacing.groups_per_step
-    if updates > groups:
-        yield f"algorithm.updates: a batch has only {plural(groups, 'group')} to split; use at most {groups}"
+def _check_minibatches(config: Config) -> Iterator[str]:
+    minibatches, groups = config.algorithm.minibatches, config.pacing.groups_per_step
+    if minibatches > groups:
+        yield f"algorithm.minibatches: a batch has only {plural(groups, 'group')} to split; use at most {groups}"
 
 
 def _check_overlong_buffer(config: Config) -> Iterator[str]:
@@ -186,7 +167,7 @@ def _check_governor(config: Config) -> Iterator[str]:
         yield "governor.enabled: run.deterministic keeps the lag constant; leave this out"
     elif max_lag == 0:
         yield "governor.enabled: pacing.max_lag is 0, so there is no lag to lower; raise it, or leave this out"
-    elif governor.min_lag is not None and governor.min_lag >= max_lag:
+    elif governor.min_lag >= max_lag:
         yield (
             f"governor.min_lag: {governor.min_lag} is not below pacing.max_lag, so the lag could never change; "
             f"use at most {max_lag - 1}, or governor.enabled = false"
@@ -202,17 +183,16 @@ def _check_replay(config: Config) -> Iterator[str]:
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
-    _check_anchor,
+    _check_old_policy,
     _check_double_counting,
     _check_unbounded_weights,
-    _check_masks_keep_on_policy,
     _check_bounds_order,
     _check_duplicate_masks,
     _check_credit,
     _check_kl_in_reward,
     _check_group_size,
     _check_streaming,
-    _check_updates,
+    _check_minibatches,
     _check_overlong_buffer,
     _check_difficulty,
     _check_governor,

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from outpace.errors import one_line
 
 
 class Section(BaseModel):
@@ -16,6 +18,54 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class OpenedBy:
+    """Marks a field that is read only if one of these fields of its section is on: set, and not false or its default.
+
+    A config that sets the field although all of them are off is rejected."""
+
+    def __init__(self, *switches: str) -> None:
+        self.switches = switches
+
+    def is_open(self, section: Section) -> bool:
+        return any(_is_on(section, switch) for switch in self.switches)
+
+
+def _is_on(section: Section, key: str) -> bool:
+    value = getattr(section, key)
+    return value is not None and value is not False and value != type(section).model_fields[key].default
+
+
+def closed_keys(section: Section) -> dict[str, OpenedBy]:
+    """Return the keys of a section that nothing reads because what opens them is off."""
+    marks = ((key, mark) for key, info in type(section).model_fields.items() for mark in info.metadata)
+    return {key: mark for key, mark in marks if isinstance(mark, OpenedBy) and not mark.is_open(section)}
+
+
+def first_error(error: ValidationError, prefix: str = "") -> str:
+    """Return the first validation error as one line that starts with its dotted key, and the number of further ones."""
+    by_key: dict[str, list[Any]] = {}
+    for each in error.errors(include_url=False):
+        path = [prefix, *each["loc"]] if prefix else each["loc"]
+        by_key.setdefault(".".join(str(part) for part in path[:2]), []).append(each)
+    key, errors = next(iter(by_key.items()))
+    # For a union of types, report the error of the text alternative.
+    first = next((each for each in errors if each["type"] == "string_type"), errors[0])
+    more = f" (and {len(by_key) - 1} more)" if len(by_key) > 1 else ""
+    if callable(first["input"]):
+        return f"{key}: is a function object; pass its name instead, such as path/to/file.py:function{more}"
+    item = "".join(f"item {part + 1} " for part in first["loc"][1 if prefix else 2 :] if isinstance(part, int))
+    problem = first["msg"].replace("Input should", "should", 1)
+    if first["type"] in ("bool_type", "bool_parsing"):
+        problem = "should be true or false"
+    if first["type"] == "dict_type":
+        problem = "should be a table: comma-separated name=value pairs, or a JSON object"
+    return f"{key}: {item}{one_line(problem)}, not {shown(first['input'])}{more}"
+
+
+def shown(value: Any) -> str:
+    return one_line(repr(value), limit=60)
 
 
 def parse_text(text: str, annotation: Any) -> Any:
@@ -44,7 +94,7 @@ def parse_text(text: str, annotation: Any) -> Any:
 def _parse_list(text: str, item: Any) -> Any:
     """Parse a JSON list, or comma-separated items."""
     if text.lstrip().startswith("["):
-        return _json_or_text(text)
+        return json_or_text(text)
     return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
 
 
@@ -53,7 +103,7 @@ def _parse_table(text: str) -> Any:
     if text.strip().lower() == "none":
         return {}
     if text.lstrip().startswith("{"):
-        return _json_or_text(text)
+        return json_or_text(text)
     try:
         return dict(_named_values(text.strip()))
     except ValueError:
@@ -80,10 +130,10 @@ def _first_value(text: str) -> tuple[Any, str]:
         if end > 0 and remainder[:1] in ("", ","):
             return value, remainder[1:]
     plain, _, rest = text.partition(",")
-    return _json_or_text(plain.strip()), rest
+    return json_or_text(plain.strip()), rest
 
 
-def _json_or_text(text: str) -> Any:
+def json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

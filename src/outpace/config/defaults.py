@@ -1,56 +1,38 @@
 """Defaults that depend on the model, the task or other settings.
 
 `MODEL_DEFAULTS` has the learning rate and the token limit of each built-in model; `unset_defaults` returns these and
-other defaults of a run. The rest of the module fills in dependent settings: those whose default, or whether they apply
-at all, depends on other settings.
-
-A dependent key is None unless it is set. `fill_defaults` runs the stages in order. Each stage sees the result of those
-before it and returns the keys that now apply, with their defaults:
-
-- an unset key that a stage returns gets the preset's value if there is one, otherwise the default;
-- a key that no stage returns stays None, and is rejected if it was set, because nothing would read it.
+other defaults of a run. `fill_defaults` applies the preset, adds the settings of the chosen functions, and fills in
+what depends on them. It rejects a key that the user set and nothing reads.
 
 Invariants
+- Filling in a default does not mark the key as set: `model_fields_set` holds what the user set.
 - `fill_defaults` is idempotent.
 - A filled config that is dumped and loaded again fills to itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS
+from outpace.algorithms.corrections import MASKS, correction_weights
 from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm import (
-    DEFAULT_ADVANTAGE,
-    DEFAULT_POLICY_LOSS,
     configured_advantage,
-    configured_masks,
     configured_normalizer,
     configured_policy_loss,
     full_batch_reasons,
+    open_settings,
 )
+from outpace.config.base import OpenedBy, Section, closed_keys
 from outpace.config.engines import DEFAULT_SLOTS
 from outpace.config.presets import find_preset
 from outpace.errors import BadInput
 
 Values = Mapping[str, Any]
 """Settings by dotted key."""
-
-INDEPENDENT_KEYS = {"algorithm.preset", "filter.longer_than", "difficulty.easy_above", "difficulty.hard_below"}
-"""Keys of these sections that may be None but always apply."""
-
-DEPENDENT_SECTIONS = ("algorithm", "correction", "kl", "critic", "filter", "difficulty", "replay", "governor", "lora")
-
-DEPENDENT_KEYS = [
-    f"{section}.{key}"
-    for section in DEPENDENT_SECTIONS
-    for key, info in type(getattr(Config(), section)).model_fields.items()
-    if info.default is None and f"{section}.{key}" not in INDEPENDENT_KEYS
-] + ["rewards.overlong_penalty"]
 
 DEFAULT_TASK = "countdown"
 DEFAULT_STEPS = 100
@@ -111,208 +93,167 @@ def default_directory(now: datetime | None = None) -> str:
     return f"runs/{now or datetime.now():%Y%m%d-%H%M%S}"
 
 
-def fill_defaults(config: Config) -> Config:
-    """Return the config with its preset and every dependent default filled in. Raises `BadInput` for a set key that
-    nothing would read."""
-    filled, defaults = _fill(config)
-    for key in DEPENDENT_KEYS:
-        if key not in defaults and get_value(filled, key) is not None:
-            raise BadInput(f"{key}: {_why_unused(filled, key)}")
-    return filled
-
-
-def keys_at_default(config: Config) -> set[str]:
-    """Return the keys that are set to the default they would get if all of them were left out.
-
-    A resolved config spells out many such keys. Dropping them before applying an override does not change the config's
-    meaning, and lets the override bring its own defaults."""
-    return {key for key, default in _fill(config)[1].items() if get_value(config, key) == default}
-
-
-def _fill(config: Config) -> tuple[Config, Values]:
-    """Return the config with every default filled in, and the defaults of all keys that apply, including set ones."""
-    preset = _preset(config)
-    config = with_values(config, {key: value for key, value in preset.items() if _has_unset_default(config, key)})
-    all_defaults: dict[str, Any] = {}
-    for stage in STAGES:
-        defaults = {key: preset.get(key, default) for key, default in stage(config).items()}
-        all_defaults |= defaults
-        config = with_values(config, {key: value for key, value in defaults.items() if get_value(config, key) is None})
-    return config, all_defaults
-
-
 def get_value(config: Config, dotted: str) -> Any:
     section, _, key = dotted.partition(".")
     return getattr(getattr(config, section), key)
 
 
+def is_set(config: Config, dotted: str) -> bool:
+    """Return whether the user set the key, to something other than none."""
+    section, _, key = dotted.partition(".")
+    settings = getattr(config, section)
+    return key in settings.model_fields_set and getattr(settings, key) is not None
+
+
 def with_values(config: Config, values: Values) -> Config:
-    """Return a copy with these values, without validation. Callers pass trusted values and check combinations later."""
-    by_section: dict[str, dict[str, Any]] = {}
-    for dotted, value in values.items():
-        section, _, key = dotted.partition(".")
-        by_section.setdefault(section, {})[key] = value
+    """Return a copy with these values set, without validation. Callers pass trusted values."""
     return config.model_copy(
-        update={section: getattr(config, section).model_copy(update=keys) for section, keys in by_section.items()}
+        update={name: getattr(config, name).model_copy(update=keys) for name, keys in by_section(values).items()}
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- presets
+def with_defaults(config: Config, values: Values) -> Config:
+    """Return a copy with these values, which do not count as set by the user."""
+    sections = {name: _with_defaults(getattr(config, name), keys) for name, keys in by_section(values).items()}
+    return config.model_copy(update=sections)
+
+
+def _with_defaults(section: Section, keys: Values) -> Section:
+    return type(section).model_construct(section.model_fields_set, **{**dict(section), **keys})
+
+
+def by_section(values: Values) -> dict[str, dict[str, Any]]:
+    """Return nested settings from dotted ones."""
+    sections: dict[str, dict[str, Any]] = {}
+    for dotted, value in values.items():
+        name, _, key = dotted.partition(".")
+        sections.setdefault(name, {})[key] = value
+    return sections
+
+
+# ------------------------------------------------------------------------------------------------ dependent defaults
+
+
+def fill_defaults(config: Config) -> Config:
+    """Return the config with its preset, the settings of its functions and every dependent default filled in."""
+    preset = _preset(config)
+    config = _fill(config, {key: value for key, value in preset.items() if key in DIRECT_PRESET_KEYS})
+    config = _open_loss_and_advantage(config, preset)
+    config = _open_correction(config, preset)
+    config = _fill(config, _dependent_defaults(config))
+    config = _fill(config, {"learner.stream": not any(full_batch_reasons(config))})
+    for key, why in unused_keys(config):
+        if is_set(config, key):
+            raise BadInput(f"{key}: {why}, or leave this out")
+    return config
+
+
+def _fill(config: Config, defaults: Values) -> Config:
+    return with_defaults(config, {key: value for key, value in defaults.items() if not is_set(config, key)})
+
+
+DIRECT_PRESET_KEYS = frozenset(
+    ("policy_loss.name", "policy_loss.old_policy", "policy_loss.aggregation", "advantage.name", "advantage.normalizer",
+     "advantage.credit", "correction.weight", "correction.masks", "filter.uniform")
+)  # fmt: skip
+"""Keys of presets that are not settings of a function."""
 
 
 def _preset(config: Config) -> dict[str, Any]:
-    """Return the preset's values, without the parameters of a policy loss or estimator that the config overrides."""
+    """Return the preset's values, without those for a policy loss or estimator that the config replaces."""
     if config.algorithm.preset is None:
         return {}
     values = dict(find_preset(config.algorithm.preset).values)
-    parameters = {
-        "algorithm.surrogate": ("anchor", "aggregation", *POLICY_LOSSES.find(values["algorithm.surrogate"]).parameters),
-        "algorithm.advantage": ("normalise", "credit", *ADVANTAGES.find(values["algorithm.advantage"]).parameters),
-    }
-    for choice, keys in parameters.items():
-        if get_value(config, choice) not in (None, values[choice]):
-            values = {key: value for key, value in values.items() if key.removeprefix("algorithm.") not in keys}
+    for choice in ("policy_loss.name", "advantage.name"):
+        if is_set(config, choice) and get_value(config, choice) != values[choice]:
+            section = choice.partition(".")[0]
+            values = {key: value for key, value in values.items() if key.partition(".")[0] != section}
     return values
 
 
-def _has_unset_default(config: Config, dotted: str) -> bool:
-    """Return whether the key has a non-None default and is not set. (The stages handle keys that default to None.)"""
-    section, _, key = dotted.partition(".")
-    settings = getattr(config, section)
-    return type(settings).model_fields[key].default is not None and key not in settings.model_fields_set
+def _open_loss_and_advantage(config: Config, preset: Values) -> Config:
+    loss = configured_policy_loss(config.policy_loss).registration
+    estimator = configured_advantage(config.advantage).registration
+    config = _fill_unset(
+        config,
+        {
+            "policy_loss.old_policy": loss.old_policies[0],
+            "policy_loss.aggregation": loss.aggregation,
+            "advantage.normalizer": estimator.normalizer,
+            "advantage.credit": estimator.credits[0],
+        },
+    )
+    normalizer = configured_normalizer(config.advantage).registration
+    chosen = f"the policy loss {loss.name}"
+    config = _open(config, "policy_loss", chosen, (loss.function,), preset)
+    chosen = f"the estimator {estimator.name} with the normalizer {normalizer.name}"
+    config = _open(config, "advantage", chosen, (normalizer.function, estimator.function), preset)
+    discounts = estimator.critic or config.advantage.credit != "episode"
+    return _fill_unset(config, {"advantage.gamma": 1.0}) if discounts else config
 
 
-# ------------------------------------------------------------------------------------------------------------ stages
+def _open_correction(config: Config, preset: Values) -> Config:
+    loss = configured_policy_loss(config.policy_loss).registration
+    weight = "none" if config.policy_loss.old_policy == "rollout" else "token"
+    config = _fill_unset(config, {"correction.weight": weight, "correction.masks": list(loss.masks)})
+    correction = config.correction
+    functions = [MASKS[name].function for name in correction.masks or []]
+    functions += [correction_weights] if correction.weight != "none" else []
+    chosen = f"the weight {correction.weight} with the masks {', '.join(correction.masks or []) or 'none'}"
+    return _open(config, "correction", chosen, tuple(functions), preset)
 
 
-def _functions(config: Config) -> Values:
-    return {"algorithm.surrogate": DEFAULT_POLICY_LOSS, "algorithm.advantage": DEFAULT_ADVANTAGE}
+def _open(config: Config, name: str, chosen: str, functions: tuple[Any, ...], preset: Values) -> Config:
+    """Return the config with the settings of the chosen functions in this section."""
+    section = getattr(config, name)
+    settings = open_settings(name, section, chosen, functions)
+    settings |= {
+        key: preset[f"{name}.{key}"]
+        for key in settings
+        if f"{name}.{key}" in preset and key not in section.model_fields_set
+    }
+    static = {key: getattr(section, key) for key in type(section).model_fields}
+    opened = type(section).model_construct(section.model_fields_set, **static, **settings)
+    return config.model_copy(update={name: opened})
 
 
-def _function_defaults(config: Config) -> Values:
-    surrogate = configured_policy_loss(config.algorithm).registration
-    estimator = configured_advantage(config.algorithm).registration
-    return {
-        "algorithm.normalise": estimator.normalise,
-        "algorithm.credit": estimator.credits[0],
-        "algorithm.anchor": surrogate.anchors[0],
-        "algorithm.aggregation": surrogate.aggregation,
-        "correction.masks": list(surrogate.masks),
-        "filter.uniform": estimator.needs_peers,
+def _fill_unset(config: Config, defaults: Values) -> Config:
+    return with_defaults(config, {key: value for key, value in defaults.items() if get_value(config, key) is None})
+
+
+def _dependent_defaults(config: Config) -> Values:
+    estimator = configured_advantage(config.advantage).registration
+    defaults: dict[str, Any] = {
         "filter.min_group": 2 if estimator.needs_peers else 1,
         "governor.enabled": not config.run.deterministic and config.pacing.max_lag > 0,
+        "engine.count": len(config.engine.urls) or 1,
+        "kl.estimator": None if config.kl.coefficient == 0 else "k3" if config.kl.place == "loss" else "k1",
+        "lora.alpha": 2.0 * config.lora.rank if config.lora.rank > 0 else None,
+        "critic.lr": 10 * config.learner.lr if estimator.critic and config.learner.lr else None,
     }
-
-
-def _parameters(config: Config) -> Values:
-    """Parameters of the configured functions. The discount depends on the credit, not on the estimator."""
-    algorithm = config.algorithm
-    critic = configured_advantage(algorithm).registration.critic
-    values: dict[str, Any] = {"algorithm.gamma": 1.0} if critic or algorithm.credit != "episode" else {}
-    if critic:
-        lr = config.learner.lr
-        values |= {"algorithm.gae_lambda": 1.0, "critic.lr": None if lr is None else 10 * lr}
-        values |= {"critic.coefficient": 0.5, "critic.clip": 0.2, "critic.shared": False}
-    chosen = (configured_normalizer(algorithm), configured_advantage(algorithm), configured_policy_loss(algorithm))
-    return values | {
-        f"algorithm.{name}": default for choice in chosen for name, default in choice.registration.parameters.items()
-    }
-
-
-def _corrections(config: Config) -> Values:
-    weight = {"correction.weight": "none" if config.algorithm.anchor == "rollout" else "token"}
-    return weight | ({"kl.place": "loss", "kl.sync_every": 0} if config.kl.coefficient > 0 else {})
-
-
-def _correction_parameters(config: Config) -> Values:
-    masks = configured_masks(config.correction).values()
-    values = {f"correction.{name}": default for mask in masks for name, default in mask.registration.parameters.items()}
-    if config.correction.weight != "none":
-        values |= {"correction.cap": 2.0, "correction.floor": 0.0}
-    if config.kl.coefficient > 0:
-        values["kl.estimator"] = "k3" if config.kl.place == "loss" else "k1"
-    return values
-
-
-def _data(config: Config) -> Values:
-    """Filtering, curriculum, replay, reward shaping and the governor."""
-    values: dict[str, Any] = {}
-    if config.filter.uniform:
-        values["filter.tolerance"] = 1e-6
-    if config.difficulty.easy_above is not None or config.difficulty.hard_below is not None:
-        values["difficulty.rest_epochs"] = 1
-    if config.replay.fraction > 0:
-        values |= {"replay.max_age": 8, "replay.times": 1}
-    if config.rewards.overlong_buffer > 0:
-        values["rewards.overlong_penalty"] = 1.0
-    if config.governor.enabled:
-        values |= {"governor.ess_min": 0.5, "governor.kl_max": 0.1, "governor.patience": 5, "governor.min_lag": 0}
-    return values
-
-
-def _serving(config: Config) -> Values:
-    adapters = {"lora.alpha": 2.0 * config.lora.rank} if config.lora.rank > 0 else {}
-    return {"engine.count": len(config.engine.urls) or 1} | adapters
-
-
-def _streaming(config: Config) -> Values:
-    return {"learner.stream": not any(full_batch_reasons(config))}
-
-
-STAGES: tuple[Callable[[Config], Values], ...] = (
-    _functions,
-    _function_defaults,
-    _parameters,
-    _corrections,
-    _correction_parameters,
-    _data,
-    _serving,
-    _streaming,
-)
+    if config.filter.uniform is None:
+        defaults["filter.uniform"] = estimator.needs_peers
+    return defaults
 
 
 # ------------------------------------------------------------------------------------------------------- unused keys
 
-WHY_UNUSED = {
-    "algorithm.gamma": 'whole episodes have no later rewards to discount; use algorithm.credit = "turn" or "token"',
-    "algorithm.gae_lambda": 'only an advantage estimator with a critic uses it; use algorithm.advantage = "gae"',
-    "correction": "there is no weight to truncate; set correction.weight to token or sequence",
-    "kl": "kl.coefficient is 0, so there is no KL penalty; raise it",
-    "lora": "lora.rank is 0, so the full model is trained; set a rank",
-    "critic": 'there is no critic; use algorithm.advantage = "gae"',
-    "filter": "filter.uniform is off, so rewards are not compared; set it to true",
-    "difficulty": "no tasks are skipped; set difficulty.easy_above or difficulty.hard_below",
-    "replay": "replay.fraction is 0, so nothing is replayed; raise it",
-    "governor": "governor.enabled is off, so the lag never changes; set it to true",
-    "rewards": "rewards.overlong_buffer is 0, so there is no length penalty; raise it",
-}
-"""Why a key has no effect, by key or by section."""
+
+def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a filled config that nothing reads, each with the reason."""
+    for name, section in config:
+        for key, mark in closed_keys(section).items():
+            yield f"{name}.{key}", _why_closed(name, section, mark)
+    estimator = configured_advantage(config.advantage).registration
+    if not estimator.critic:
+        why = f'advantage.name is {estimator.name}, which has no critic; use "gae"'
+        yield from ((f"critic.{key}", why) for key in type(config.critic).model_fields)
+        if config.advantage.credit == "episode":
+            why = 'whole episodes have no later rewards to discount; use advantage.credit = "turn" or "token"'
+            yield "advantage.gamma", why
 
 
-def _why_unused(config: Config, dotted: str) -> str:
-    section, _, key = dotted.partition(".")
-    if dotted in WHY_UNUSED:
-        why = WHY_UNUSED[dotted]
-    elif section == "algorithm":
-        why = _why_not_a_parameter(config, key)
-    elif dotted in ("correction.cap", "correction.floor") and config.algorithm.anchor == "rollout":
-        return "algorithm.anchor is rollout, so there is no weight to truncate; leave this out"
-    else:
-        masks = [name for name, mask in MASKS.items() if section == "correction" and key in mask.parameters]
-        why = f"the mask {masks[0]} is not in correction.masks; add it" if masks else WHY_UNUSED[section]
-    return f"{why}, or leave this out"
-
-
-def _why_not_a_parameter(config: Config, key: str) -> str:
-    """Return which functions are configured, and which ones take the key."""
-    takers = dict.fromkeys(
-        name
-        for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)
-        for name, registration in registry.built_in.items()
-        if key in registration.parameters
-    )
-    algorithm = config.algorithm
-    return (
-        f"surrogate = {algorithm.surrogate}, advantage = {algorithm.advantage} and normalise = {algorithm.normalise} "
-        f"do not take it; use one that does ({', '.join(takers) or 'a custom function'})"
-    )
+def _why_closed(name: str, section: Section, mark: OpenedBy) -> str:
+    values = {f"{name}.{switch}": getattr(section, switch) for switch in mark.switches}
+    shown = (f"{key} is {'not set' if value is None else json.dumps(value)}" for key, value in values.items())
+    return f"it has no effect because {' and '.join(shown)}; change that"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from outpace.config.base import Section
+from outpace.config.base import OpenedBy, Section
 
 DEFAULT_SLOTS = 64
 
@@ -113,9 +113,17 @@ class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
     """LoRA rank; 0 trains the full model. Needs the package `peft`: `pip install 'outpace[lora]'`. vLLM supports
     ranks up to 512."""
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: Annotated[float | None, OpenedBy("rank")] = Field(default=None, gt=0)
     """LoRA alpha: the adapter output is scaled by alpha / rank. Default: twice the rank."""
-    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    targets: Annotated[list[str], OpenedBy("rank")] = [
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
     """Linear layers that get an adapter, by name suffix. An output head tied to the embeddings cannot have one."""
 
 

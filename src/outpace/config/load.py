@@ -6,8 +6,9 @@ Internally, settings are one flat mapping from dotted keys (`pacing.max_lag`) to
 
 Invariants
 - An unknown key is an error with a suggestion, never ignored.
-- An override brings its own defaults, even where the file spells out the defaults of another choice, as the saved
-  config of a run does. File settings that only the overridden choice uses are dropped (`keys_replaced_by`).
+- A config knows what the user set (`user_settings`). A run directory keeps that beside the resolved values, and an
+  override of a resumed run applies to it. An override of a choice drops the settings of the file's choice
+  (`keys_replaced_by`).
 - Every error is a one-line `BadInput` that starts with the dotted key, or with the file if no single key is at fault.
 - Text given for a non-text setting is parsed as on the command line, wherever it comes from: YAML reads `1e-5` as text.
   No other conversion takes place.
@@ -16,21 +17,22 @@ Invariants
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pydantic
+import tomli_w
 from pydantic.fields import FieldInfo
 
 from outpace.config import Config
-from outpace.config.base import Section, parse_text, takes_text, type_name
-from outpace.config.defaults import keys_at_default
+from outpace.config.algorithm import ChoiceSection, function_parameters
+from outpace.config.base import Section, first_error, json_or_text, parse_text, shown, takes_text, type_name
+from outpace.config.defaults import by_section, fill_defaults, unused_keys
 from outpace.config.engines import LaunchConfig
-from outpace.config.other_libraries import RENAMED, equivalent_setting, names_with_equivalent
-from outpace.config.validation import check, keys_from_task
+from outpace.config.other_libraries import equivalent_setting, names_with_equivalent, renamed_setting
+from outpace.config.validation import check
 from outpace.errors import BadInput, one_line, with_article
 from outpace.runtime.references import closest_names
 
@@ -92,36 +94,6 @@ def _reject_duplicate_keys(root: Any) -> None:
             pending.append(value)
 
 
-Values = Mapping[str, Any]
-"""Settings by dotted key."""
-
-LAUNCH_KEYS = {f"launch.{key}" for key in LaunchConfig.model_fields}
-"""Settings that apply only to servers that outpace starts."""
-
-ENGINE_KIND_KEYS = {
-    "engine.urls", "engine.count", "engine.path", "engine.api_key_env", "engine.seeded", "weights.transport",
-    *LAUNCH_KEYS,
-}  # fmt: skip
-"""Settings that apply to, or name, engines of one kind."""
-
-
-def keys_replaced_by(file: Values, overrides: Values) -> set[str]:
-    """Return the file settings that the overrides replace.
-
-    The saved config of a run spells out every setting, including those that only its engine kind reads. Resuming it
-    with another engine kind, or with running servers instead of launched ones, drops the settings of the old choice
-    instead of rejecting each of them. Settings given in the overrides are never dropped."""
-    before = file.get("engine.kind", "embedded")
-    if overrides.get("engine.kind", before) != before:
-        uses_dir = overrides["engine.kind"] != "embedded" or {**file, **overrides}.get("weights.delta")
-        return ENGINE_KIND_KEYS | (set() if uses_dir else {"weights.dir"})
-    if overrides.get("engine.urls"):
-        return {"engine.count", *LAUNCH_KEYS}
-    if any(overrides.get(key) is not None for key in LAUNCH_KEYS):
-        return {"engine.urls"}
-    return set()
-
-
 FlatSettings = dict[str, Any]
 """Settings by dotted key."""
 
@@ -136,16 +108,23 @@ SECTIONS: dict[str, type[Section]] = {name: _section_of(info) for name, info in 
 FIELDS: dict[str, FieldInfo] = {
     f"{name}.{key}": info for name, section in SECTIONS.items() for key, info in section.model_fields.items()
 }
+"""Settings of every run."""
+
+PARAMETERS: dict[str, Mapping[str, FieldInfo]] = {
+    f"{name}.{key}": by_function for name in SECTIONS for key, by_function in function_parameters(name).items()
+}
+"""Settings of the built-in functions that a section chooses from: by dotted key, then by function."""
+
+KNOWN = (*FIELDS, *PARAMETERS)
+"""All setting names, for suggestions."""
 
 
 def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Return the checked config of a file and overrides: command-line arguments, or a nested or dotted dict."""
     from_file = flatten(read_config_file(file)) if file is not None else {}
     overriding = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
-    another_task = overriding.get("tasks.name") is not None
-    kept = _without_defaults(from_file, another_task) if overriding else from_file
     replaced = keys_replaced_by(from_file, overriding)
-    return make_config({key: value for key, value in kept.items() if key not in replaced} | overriding)
+    return make_config({key: value for key, value in from_file.items() if key not in replaced} | overriding)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -157,38 +136,97 @@ def make_config(values: Mapping[str, Any]) -> Config:
 
 def _validated(flat: FlatSettings) -> Config:
     """Validate each key by itself; combinations are not checked."""
-    nested: dict[str, dict[str, Any]] = {}
-    for dotted, value in flat.items():
-        section, _, key = dotted.partition(".")
-        nested.setdefault(section, {})[key] = value
     try:
-        return Config.model_validate(nested)
+        return Config.model_validate(by_section(flat))
     except pydantic.ValidationError as error:
-        raise BadInput(_explain(error)) from None
+        raise BadInput(first_error(error)) from None
 
 
-def _without_defaults(flat: FlatSettings, another_task: bool) -> FlatSettings:
-    """Drop keys that equal their default, or the default of the file's built-in task. `another_task` says whether the
-    overrides name another task."""
-    try:
-        config = _validated(flat)
-        droppable = keys_at_default(config) | keys_from_task(config, another_task)
-    except BadInput:  # an override may fix it; otherwise the check of the merged config reports it
-        return flat
-    return {key: value for key, value in flat.items() if key not in droppable}
+def keys_replaced_by(file: FlatSettings, overrides: FlatSettings) -> set[str]:
+    """Return the file's settings that an override replaces: those of a choice that it changes.
+
+    Another policy loss, estimator or engine kind drops the settings that only the file's choice has, running servers
+    replace servers to launch, and vice versa. Settings given in the overrides are never dropped."""
+    replaced = {
+        key
+        for section in ("policy_loss", "advantage")
+        for key in file
+        if key.startswith(f"{section}.") and key not in FIELDS and _changes(f"{section}.name", file, overrides)
+    }
+    if _changes("engine.kind", file, overrides):
+        uses_dir = overrides["engine.kind"] != "embedded" or {**file, **overrides}.get("weights.delta")
+        return replaced | ENGINE_KIND_KEYS | (set() if uses_dir else {"weights.dir"})
+    if overrides.get("engine.urls"):
+        return replaced | {"engine.count", *LAUNCH_KEYS}
+    if any(overrides.get(key) is not None for key in LAUNCH_KEYS):
+        return replaced | {"engine.urls"}
+    return replaced
 
 
+def _changes(key: str, file: FlatSettings, overrides: FlatSettings) -> bool:
+    before = file.get(key, FIELDS[key].default)
+    return bool(overrides.get(key, before) != before)
+
+
+LAUNCH_KEYS = {f"launch.{key}" for key in LaunchConfig.model_fields}
+"""Settings that apply only to servers that outpace starts."""
+
+ENGINE_KIND_KEYS = {
+    "engine.urls", "engine.count", "engine.path", "engine.api_key_env", "engine.seeded", "weights.transport",
+    *LAUNCH_KEYS,
+}  # fmt: skip
+"""Settings that apply to, or name, engines of one kind."""
+
+
+# ------------------------------------------------------------------------------------------------------- run directory
+
+CONFIG_FILE = "config.toml"
+"""What the user set, in a run directory. A resume applies overrides to it."""
+
+RESOLVED_FILE = "resolved.toml"
+"""Every setting of the run as it started last, and the format of the run directory."""
+
+RUN_FORMAT = 2
+EMPTY_RESOLVED = f"format = {RUN_FORMAT}\n\n"
 OBJECTS_COMMENT = "# with objects of a Python program: "
 
 
-def dump_toml(config: Config, objects: Sequence[str] = ()) -> str:
-    """Return the config as TOML that loads back to an equal config. None is omitted: it is the default where allowed.
+def dump_toml(config: Config) -> str:
+    """Return every setting that applies as TOML, which loads back to an equal config. None is omitted: it is the
+    default where allowed."""
+    unused = {key for key, _ in unused_keys(fill_defaults(config))}
+    values = config.model_dump(exclude_none=True)
+    return tomli_w.dumps(
+        {
+            section: {key: value for key, value in keys.items() if f"{section}.{key}" not in unused}
+            for section, keys in values.items()
+        }
+    )
+
+
+def dump_resolved(config: Config) -> str:
+    """Return the content of `RESOLVED_FILE`."""
+    return EMPTY_RESOLVED + dump_toml(config)
+
+
+def dump_settings(config: Config, objects: Sequence[str] = ()) -> str:
+    """Return what the user set as TOML: the content of `CONFIG_FILE`.
 
     `objects` names the Python objects that the caller passed in addition; `python_objects_of` reads the names back."""
-    lines = [f"{OBJECTS_COMMENT}{', '.join(objects)}"] if objects else []
-    for section, values in config.model_dump(exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in values.items()), ""]
-    return "\n".join(lines)
+    comment = f"{OBJECTS_COMMENT}{', '.join(objects)}\n" if objects else ""
+    given = {
+        name: {key: value for key, value in section.items() if value is not None}
+        for name, section in user_settings(config).items()
+    }
+    return comment + tomli_w.dumps({name: section for name, section in given.items() if section})
+
+
+def user_settings(config: Config) -> dict[str, dict[str, Any]]:
+    """Return what the user set, by section."""
+    return {
+        name: {key: value for key, value in section.model_dump().items() if key in section.model_fields_set}
+        for name, section in config
+    }
 
 
 def python_objects_of(file: Path) -> str:
@@ -198,15 +236,16 @@ def python_objects_of(file: Path) -> str:
     return first.removeprefix(OBJECTS_COMMENT) if first.startswith(OBJECTS_COMMENT) else ""
 
 
-def _toml(value: Any) -> str:
-    """Return the value in TOML. JSON notation works except for DEL (0x7f), tables, and non-finite numbers."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def read_resolved(run: Path) -> dict[str, Any]:
+    """Return the resolved settings of a run directory, by section. Raises `BadInput` if this version cannot read it."""
+    if not (run / CONFIG_FILE).is_file():
+        raise BadInput(f"{run}: not a run directory (no {CONFIG_FILE})")
+    if not (run / RESOLVED_FILE).is_file():
+        raise BadInput(f"{run}: was written by outpace 0.1; convert it with `outpace migrate {run}`")
+    resolved = dict(read_config_file(run / RESOLVED_FILE))
+    if (found := resolved.pop("format", None)) != RUN_FORMAT:
+        raise BadInput(f"{run}: has the run format {found}, and this version of outpace reads {RUN_FORMAT}; update it")
+    return resolved
 
 
 # ------------------------------------------------------------------------------------------------------------- keys
@@ -219,7 +258,7 @@ def flatten(values: Mapping[str, Any]) -> FlatSettings:
 
 def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if name in FIELDS:
+        if name in FIELDS or _may_be_parameter(str(name)):
             yield name, value
         elif name not in SECTIONS:
             raise unknown_key_error(str(name), value)
@@ -228,21 +267,36 @@ def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, Mapping):
             yield from ((f"{name}.{key}", inner) for key, inner in value.items())
         else:
-            raise BadInput(f"{name}: is a section, not a single setting ({_shown(value)}); set its keys instead")
+            raise BadInput(f"{name}: is a section, not a single setting ({shown(value)}); set its keys instead")
 
 
 def _read_by_type(dotted: str, value: Any) -> Any:
-    if dotted not in FIELDS:
+    if dotted not in FIELDS and not _may_be_parameter(dotted):
         raise unknown_key_error(dotted, value)
+    if not isinstance(value, str):
+        return value
+    if dotted not in FIELDS:
+        return _parameter_value(value)
     annotation = FIELDS[dotted].annotation
-    return parse_text(value, annotation) if isinstance(value, str) and not takes_text(annotation) else value
+    return value if takes_text(annotation) else parse_text(value, annotation)
+
+
+def _may_be_parameter(dotted: str) -> bool:
+    """Return whether the key may be a setting of a function; which ones there are depends on the chosen function."""
+    section, _, key = dotted.partition(".")
+    return bool(key) and issubclass(SECTIONS.get(section, Section), ChoiceSection)
+
+
+def _parameter_value(text: str) -> Any:
+    """Return the value of a function's setting, whose type is known only when the function is."""
+    return None if text.strip().lower() == "none" else json_or_text(text)
 
 
 def unknown_key_error(dotted: str, value: Any = None) -> BadInput:
     """Return the error for an unknown key, with a suggestion: the equivalent of another library's name, also for names
     inside a table `value`; otherwise the nearest name."""
-    if dotted in RENAMED:
-        return BadInput(f"{dotted}: was renamed; use {RENAMED[dotted]}")
+    if remedy := renamed_setting(dotted):
+        return BadInput(f"{dotted}: {remedy}")
     for name in names_with_equivalent(dotted, value):
         return BadInput(f"{one_line(name)}: no such setting; {equivalent_setting(name)}")
     section, dot, last = dotted.rpartition(".")
@@ -251,7 +305,7 @@ def unknown_key_error(dotted: str, value: Any = None) -> BadInput:
         if section in SECTIONS
         else [],
         _settings_called(last),
-        closest_names(dotted, FIELDS if dot else SECTIONS) if section not in SECTIONS else [],
+        closest_names(dotted, KNOWN if dot else SECTIONS) if section not in SECTIONS else [],
     )
     close = next(filter(None, candidates), [])
     if close:
@@ -266,11 +320,11 @@ def unknown_key_error(dotted: str, value: Any = None) -> BadInput:
 def similar_settings(word: str) -> list[str]:
     """Return the settings that a key without its section may refer to."""
     exact = _settings_called(word)
-    return exact or [key for name in closest_names(word, map(_last, FIELDS)) for key in _settings_called(name)]
+    return exact or [key for name in closest_names(word, map(_last, KNOWN)) for key in _settings_called(name)]
 
 
 def _settings_called(last: str) -> list[str]:
-    return [key for key in FIELDS if _last(key) == last]
+    return [key for key in KNOWN if _last(key) == last]
 
 
 def _last(dotted: str) -> str:
@@ -294,12 +348,13 @@ def parse_arguments(
             raise BadInput(f"{one_line(argument)}: unexpected argument; write settings as --section.key value")
         name, equals, text = argument[2:].partition("=")
         dotted = name.replace("-", "_")
-        if dotted not in fields:
+        is_parameter = fields is FIELDS and dotted not in fields and _may_be_parameter(dotted)
+        if dotted not in fields and not is_parameter:
             raise unknown(dotted)
-        annotation = fields[dotted].annotation
+        annotation = Any if is_parameter else fields[dotted].annotation
         if not equals:
             text = _next_value(dotted, annotation, rest)
-        flat[dotted] = parse_text(text, annotation)
+        flat[dotted] = _parameter_value(text) if is_parameter else parse_text(text, annotation)
     return flat
 
 
@@ -308,7 +363,8 @@ def _next_value(dotted: str, annotation: Any, rest: list[str]) -> str:
         return rest.pop(0)
     if annotation is bool or bool in get_args(annotation):
         return "true"
-    raise BadInput(f"{dotted}: missing value; expected {type_name(annotation)}")
+    expected = f"; expected {type_name(annotation)}" if annotation is not Any else ""
+    raise BadInput(f"{dotted}: missing value{expected}")
 
 
 # -------------------------------------------------------------------------------------------------------------- help
@@ -322,12 +378,26 @@ def describe_settings(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
 def describe_section(name: str, section: type[Section]) -> str:
     """Return the help text of one section."""
     lines = [f"[{name}]  {section_summary(section)}".rstrip()]
-    for key, info in section.model_fields.items():
-        setting = setting_help(info)
+    for key, setting in settings_of(name, section).items():
         default = "not set" if setting.default is None else f"default {setting.default}"
         lines.append(f"  --{name}.{key}  {setting.type}  ({default})")
         lines.append(f"      {setting.description}")
     return "\n".join(lines)
+
+
+def settings_of(name: str, section: type[Section]) -> dict[str, SettingHelp]:
+    """Return the settings of a section by key, those of its functions last."""
+    found = {key: setting_help(info) for key, info in section.model_fields.items()}
+    if issubclass(section, ChoiceSection):
+        found |= {key: _parameter_help(by_function) for key, by_function in function_parameters(name).items()}
+    return found
+
+
+def _parameter_help(by_function: Mapping[str, FieldInfo]) -> SettingHelp:
+    helps = {function: setting_help(info) for function, info in by_function.items()}
+    first = next(iter(helps.values()))
+    defaults = ", ".join(f"{each.default} ({function})" for function, each in helps.items() if each.default is not None)
+    return SettingHelp(first.type, defaults or None, f"{', '.join(helps)}: {first.description}")
 
 
 class SettingHelp(NamedTuple):
@@ -339,7 +409,7 @@ class SettingHelp(NamedTuple):
 
 
 def setting_help(info: FieldInfo) -> SettingHelp:
-    default = None if info.default is None else _toml(info.default)
+    default = None if info.default is None else json.dumps(info.default)
     return SettingHelp(type_name(info.annotation), default, " ".join((info.description or "").split()))
 
 
@@ -351,27 +421,3 @@ def list_sections(sections: Mapping[str, type[Section]] = SECTIONS) -> str:
 def section_summary(section: type[Section]) -> str:
     """Return the first line of the section's docstring."""
     return (section.__doc__ or "").strip().partition("\n")[0]
-
-
-def _explain(error: pydantic.ValidationError) -> str:
-    """Return the first validation error as one line, with the number of further ones."""
-    by_key: dict[str, list[Any]] = {}
-    for each in error.errors(include_url=False):
-        by_key.setdefault(".".join(str(part) for part in each["loc"][:2]), []).append(each)
-    key, errors = next(iter(by_key.items()))
-    # For a union of types, report the error of the text alternative.
-    first = next((each for each in errors if each["type"] == "string_type"), errors[0])
-    more = f" (and {len(by_key) - 1} more)" if len(by_key) > 1 else ""
-    if callable(first["input"]) and key.startswith("algorithm."):
-        return f"{key}: is a function object; pass its name instead, such as path/to/file.py:function{more}"
-    item = "".join(f"item {part + 1} " for part in first["loc"][2:] if isinstance(part, int))
-    problem = first["msg"].replace("Input should", "should", 1)
-    if first["type"] in ("bool_type", "bool_parsing"):
-        problem = "should be true or false"
-    if first["type"] == "dict_type":
-        problem = "should be a table: comma-separated name=value pairs, or a JSON object"
-    return f"{key}: {item}{one_line(problem)}, not {_shown(first['input'])}{more}"
-
-
-def _shown(value: Any) -> str:
-    return one_line(repr(value), limit=60)

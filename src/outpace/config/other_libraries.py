@@ -1,4 +1,4 @@
-"""Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl, with the equivalent outpace settings.
+"""Setting names of TRL, verl, prime-rl, OpenRLHF, Axolotl and outpace 0.1, with the settings to use instead.
 
 `equivalent_setting(name)` returns the hint to print for an unknown name. Names of other libraries are never accepted as
 settings, because their values do not always mean the same; the note says where they differ.
@@ -31,13 +31,39 @@ def _absent(note: str) -> Equivalent:
     return Equivalent((), note)
 
 
-RENAMED = {
-    "algorithm.importance_cap": "algorithm.cap",
-    "algorithm.baseline": "algorithm.advantage",
+RENAMED: Mapping[str, str] = {
+    **{
+        f"algorithm.{key}": f"policy_loss.{key}"
+        for key in (
+            "aggregation", "cap", "clip_low", "clip_high", "dual_clip", "tau_positive", "tau_negative", "divergence",
+            "trust_low", "trust_high", "ratio_penalty",
+        )
+    },
+    **{f"algorithm.{key}": f"advantage.{key}" for key in ("credit", "gamma", "gae_lambda", "std_epsilon")},
+    "algorithm.surrogate": "policy_loss.name",
+    "algorithm.anchor": "policy_loss.old_policy",
+    "algorithm.advantage": "advantage.name",
+    "algorithm.normalise": "advantage.normalizer",
+    "algorithm.pass_k": "advantage.k",
+    "algorithm.updates": "algorithm.minibatches",
+    "algorithm.passes": "algorithm.epochs_per_batch",
+    "algorithm.entropy": "algorithm.entropy_coefficient",
+    "algorithm.force": "algorithm.allow_unbounded",
+    "algorithm.importance_cap": "policy_loss.cap",
+    "algorithm.baseline": "advantage.name",
     "algorithm.filter_uniform": "filter.uniform",
     "algorithm.uniform_tolerance": "filter.tolerance",
-}
+}  # fmt: skip
 """Settings of outpace 0.1 that have a new name."""
+
+RENAMED_VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "policy_loss.old_policy": {"proximal": "recomputed", "approximate": "interpolated"},
+    "rollout.environment": {
+        "outpace.tasks.calculator:Calculator": "outpace.tasks.generated:Calculator",
+        "outpace.tasks.guess:Guess": "outpace.tasks.generated:Guess",
+    },
+}
+"""Values of outpace 0.1 that have a new name, by the new name of their setting."""
 
 _ONE_DEVICE = _absent("the learner runs on one device; sharding is not supported yet; leave this out")
 _NO_TRACKER = _absent("trackers are not supported yet; metrics are in metrics.jsonl in run.dir")
@@ -67,7 +93,7 @@ TRL: Mapping[str, Equivalent] = {
     "shuffle_dataset": _use("tasks.shuffle"),
     "reward_funcs": _use("rewards.functions", note="or Trainer(rewards=...)"),
     "reward_weights": _use("rewards.weights"),
-    "multi_objective_aggregation": _use("algorithm.advantage", note='"gdpo" for normalize_then_sum'),
+    "multi_objective_aggregation": _use("advantage.name", note='"gdpo" for normalize_then_sum'),
     "environment_factory": _use("rollout.environment", note="or Trainer(environment=...)"),
     "rollout_func": _use("rollout.function", note="or Trainer(rollout=...)"),
     "num_generations": _use("rollout.group_size"),
@@ -85,8 +111,8 @@ TRL: Mapping[str, Equivalent] = {
     "per_device_train_batch_size": _use("pacing.groups_per_step", note=_GROUPS),
     "gradient_accumulation_steps": _use("pacing.groups_per_step", note=_GROUPS),
     "generation_batch_size": _use("pacing.groups_per_step", note=_GROUPS),
-    "steps_per_generation": _use("algorithm.updates"),
-    "num_iterations": _use("algorithm.passes"),
+    "steps_per_generation": _use("algorithm.minibatches"),
+    "num_iterations": _use("algorithm.epochs_per_batch"),
     "token_budget": _use("learner.tokens_per_pass"),
     "max_staleness": _use("pacing.max_lag"),
     "max_inflight_tasks": _use("pacing.max_running"),
@@ -108,19 +134,19 @@ TRL: Mapping[str, Equivalent] = {
     "ref_model_sync_steps": _use("kl.sync_every"),
     "ref_model_mixup_alpha": _use("kl.sync_every", note="the reference is replaced, not mixed"),
     "use_bias_correction_kl": _use("kl.estimator", note='"unbiased"'),
-    "epsilon": _use("algorithm.clip_low", "algorithm.clip_high"),
-    "epsilon_high": _use("algorithm.clip_high", note="with cispo: algorithm.cap"),
-    "delta": _use("algorithm.dual_clip"),
+    "epsilon": _use("policy_loss.clip_low", "policy_loss.clip_high"),
+    "epsilon_high": _use("policy_loss.clip_high", note="with cispo: policy_loss.cap"),
+    "delta": _use("policy_loss.dual_clip"),
     "loss_type": _use("algorithm.preset", note="grpo, dapo, dr_grpo, cispo, sapo and vespo are presets"),
-    "importance_sampling_level": _use("algorithm.surrogate", note='"gspo" for sequence'),
+    "importance_sampling_level": _use("policy_loss.name", note='"gspo" for sequence'),
     "scale_rewards": _use(
-        "algorithm.advantage",
-        note='"grpo" for group, "dr_grpo" for none, "dr_grpo" with algorithm.normalise = "batch_std" for batch',
+        "advantage.name",
+        note='"grpo" for group, "dr_grpo" for none, "dr_grpo" with advantage.normalizer = "batch_std" for batch',
     ),
     "mask_truncated_completions": _use("filter.truncated", note='"mask"'),
-    "sapo_temperature_pos": _use("algorithm.tau_positive"),
-    "sapo_temperature_neg": _use("algorithm.tau_negative"),
-    "entropy_coef": _use("algorithm.entropy"),
+    "sapo_temperature_pos": _use("policy_loss.tau_positive"),
+    "sapo_temperature_neg": _use("policy_loss.tau_negative"),
+    "entropy_coef": _use("algorithm.entropy_coefficient"),
     "top_entropy_quantile": _absent("outpace trains on every sampled token; leave this out"),
     "vllm_importance_sampling_correction": _use("correction.weight", note='"token", "sequence" or "none"'),
     "vllm_importance_sampling_mode": _use("correction.weight", "correction.masks"),
@@ -192,30 +218,30 @@ VERL: Mapping[str, Equivalent] = {
     "optim.lr_warmup_steps": _use("learner.lr_warmup_steps"),
     "optim.weight_decay": _use("learner.weight_decay"),
     "grad_clip": _use("learner.max_grad_norm"),
-    "clip_ratio": _use("algorithm.clip_low", "algorithm.clip_high"),
-    "clip_ratio_low": _use("algorithm.clip_low"),
-    "clip_ratio_high": _use("algorithm.clip_high"),
-    "clip_ratio_c": _use("algorithm.dual_clip"),
+    "clip_ratio": _use("policy_loss.clip_low", "policy_loss.clip_high"),
+    "clip_ratio_low": _use("policy_loss.clip_low"),
+    "clip_ratio_high": _use("policy_loss.clip_high"),
+    "clip_ratio_c": _use("policy_loss.dual_clip"),
     "cliprange_value": _use("critic.clip"),
-    "loss_agg_mode": _use("algorithm.aggregation", note="with underscores: token_mean"),
-    "policy_loss.loss_mode": _use("algorithm.surrogate"),
+    "loss_agg_mode": _use("policy_loss.aggregation", note="with underscores: token_mean"),
+    "policy_loss.loss_mode": _use("policy_loss.name"),
     "use_kl_loss": _use("kl.coefficient", note='with kl.place = "loss"'),
     "kl_loss_coef": _use("kl.coefficient"),
     "kl_loss_type": _use("kl.estimator"),
     "use_kl_in_reward": _use("kl.coefficient", note='with kl.place = "reward"'),
     "kl_ctrl.kl_coef": _use("kl.coefficient", note='with kl.place = "reward"'),
     "kl_penalty": _use("kl.estimator"),
-    "entropy_coeff": _use("algorithm.entropy"),
-    "adv_estimator": _use("algorithm.advantage", note=_ESTIMATORS),
-    "norm_adv_by_std_in_grpo": _use("algorithm.advantage", note='"grpo" for true, "dr_grpo" for false'),
-    "lam": _use("algorithm.gae_lambda"),
+    "entropy_coeff": _use("algorithm.entropy_coefficient"),
+    "adv_estimator": _use("advantage.name", note=_ESTIMATORS),
+    "norm_adv_by_std_in_grpo": _use("advantage.name", note='"grpo" for true, "dr_grpo" for false'),
+    "lam": _use("advantage.gae_lambda"),
     "filter_groups.enable": _use("filter.uniform"),
     "rollout_correction.rollout_is": _use("correction.weight"),
     "rollout_correction.rollout_is_threshold": _use("correction.cap"),
     "rollout_correction.rollout_rs": _use("correction.masks"),
     "tis_imp_ratio_cap": _use("correction.cap"),
-    "ppo_mini_batch_size": _use("algorithm.updates", note="mini-batches per batch: batch divided by mini-batch"),
-    "ppo_epochs": _use("algorithm.passes"),
+    "ppo_mini_batch_size": _use("algorithm.minibatches", note="mini-batches per batch: batch divided by mini-batch"),
+    "ppo_epochs": _use("algorithm.epochs_per_batch"),
     "ppo_micro_batch_size": _AUTOMATIC,
     "ppo_micro_batch_size_per_gpu": _AUTOMATIC,
     "log_prob_micro_batch_size_per_gpu": _AUTOMATIC,
@@ -277,7 +303,7 @@ PRIME_RL: Mapping[str, Equivalent] = {
     "optim.betas2": _use("learner.beta2"),
     "scheduler.type": _use("learner.schedule"),
     "scheduler.warmup_steps": _use("learner.lr_warmup_steps"),
-    "kl_tau": _use("algorithm.ratio_penalty", note='with algorithm.preset = "dppo"'),
+    "kl_tau": _use("policy_loss.ratio_penalty", note='with algorithm.preset = "dppo"'),
     "lora.alpha": _use("lora.alpha"),
     "ckpt.interval": _use("checkpoint.every"),
     "ckpt.keep_last": _use("checkpoint.keep"),
@@ -307,17 +333,17 @@ OPENRLHF: Mapping[str, Equivalent] = {
     "actor_learning_rate": _use("learner.lr"),
     "critic_learning_rate": _use("critic.lr"),
     "advantage_estimator": _use(
-        "algorithm.advantage",
+        "advantage.name",
         note="reinforce is reinforce_pp, reinforce_baseline is reinforce_pp_baseline, group_norm is grpo",
     ),
-    "eps_clip": _use("algorithm.clip_low", "algorithm.clip_high"),
-    "eps_clip_low_high": _use("algorithm.clip_low", "algorithm.clip_high"),
+    "eps_clip": _use("policy_loss.clip_low", "policy_loss.clip_high"),
+    "eps_clip_low_high": _use("policy_loss.clip_low", "policy_loss.clip_high"),
     "value_clip": _use("critic.clip"),
-    "lambd": _use("algorithm.gae_lambda"),
+    "lambd": _use("advantage.gae_lambda"),
     "init_kl_coef": _use("kl.coefficient", note='with kl.place = "reward"'),
     "kl_estimator": _use("kl.estimator"),
-    "entropy_loss_coef": _use("algorithm.entropy"),
-    "max_epochs": _use("algorithm.passes"),
+    "entropy_loss_coef": _use("algorithm.entropy_coefficient"),
+    "max_epochs": _use("algorithm.epochs_per_batch"),
     "num_episodes": _use("run.epochs"),
     "dynamic_filtering": _use("filter.uniform"),
     "remote_rm_url": _use("rewards.functions", note='["path/to/file.py:function"]'),
@@ -365,6 +391,14 @@ GENERAL: Mapping[str, Equivalent] = {
 """Names shared by several libraries."""
 
 EQUIVALENTS: Mapping[str, Equivalent] = {**GENERAL, **AXOLOTL, **OPENRLHF, **PRIME_RL, **VERL, **TRL}
+
+
+def renamed_setting(name: str) -> str | None:
+    """Return a hint for a setting of outpace 0.1 that has a new name, or None."""
+    if (new := RENAMED.get(name)) is None:
+        return None
+    values = ", ".join(f"{before} is now {now}" for before, now in RENAMED_VALUES.get(new, {}).items())
+    return f"was renamed; use {new}" + f" ({values})" * bool(values)
 
 
 def equivalent_setting(name: str, prefix: str = "") -> str | None:

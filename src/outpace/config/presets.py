@@ -23,14 +23,14 @@ class Preset:
     values: Mapping[str, Any]
 
 
-def _recipe(summary: str, surrogate: str, advantage: str, **values: Any) -> Preset:
-    """Build a preset. Keyword arguments are keys of `[algorithm]`, or `section__key` for other sections."""
-    named = {"surrogate": surrogate, "advantage": advantage, **values}
+def _recipe(summary: str, policy_loss: str, advantage: str, **values: Any) -> Preset:
+    """Build a preset. Keyword arguments are keys of `[policy_loss]`, or `section__key` for other sections."""
+    named = {"policy_loss__name": policy_loss, "advantage__name": advantage, **values}
     return Preset(summary, {_dotted(key): value for key, value in named.items()})
 
 
 def _dotted(key: str) -> str:
-    return key.replace("__", ".") if "__" in key else f"algorithm.{key}"
+    return key.replace("__", ".") if "__" in key else f"policy_loss.{key}"
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "lite_ppo": _recipe(
         "PPO clip, group mean, standard deviation of the batch.",
-        "ppo", "dr_grpo", **CLIP, normalise="batch_std", aggregation="token_mean",
+        "ppo", "dr_grpo", **CLIP, advantage__normalizer="batch_std", aggregation="token_mean",
     ),
     "gspo": _recipe(
         "One clipped ratio per sequence: the geometric mean of its token ratios.",
@@ -105,12 +105,12 @@ PRESETS: dict[str, Preset] = {
         "ppo", "gdpo", **CLIP, aggregation="seq_mean_token_mean",
     ),
     "pass_at_k": _recipe(
-        "Optimizes pass@k: at least one success among `algorithm.pass_k` attempts.",
+        "Optimizes pass@k: at least one success among `advantage.k` attempts.",
         "ppo", "pass_at_k", **CLIP, aggregation="token_mean",
     ),
     "ppo": _recipe(
         "PPO with a critic: clip, generalized advantage estimation with lambda 0.95.",
-        "ppo", "gae", **CLIP, gae_lambda=0.95, aggregation="token_mean",
+        "ppo", "gae", **CLIP, advantage__gae_lambda=0.95, aggregation="token_mean",
     ),
     "dppo": _recipe(
         "Masks tokens whose probability moved too far from the sampler's, plus a small penalty on the ratio.",
@@ -118,35 +118,35 @@ PRESETS: dict[str, Preset] = {
     ),
     "decoupled_ppo": _recipe(
         "PPO clip against the policy at the start of the step, times truncated importance weights to the sampler.",
-        "ppo", "grpo", **CLIP, anchor="proximal", aggregation="token_mean", correction__weight="token",
+        "ppo", "grpo", **CLIP, old_policy="recomputed", aggregation="token_mean", correction__weight="token",
         correction__cap=2.0,
     ),
     "a3po": _recipe(
         "Decoupled PPO with the old policy interpolated by token version instead of recomputed.",
-        "ppo", "grpo", **CLIP, anchor="approximate", aggregation="token_mean", correction__weight="token",
+        "ppo", "grpo", **CLIP, old_policy="interpolated", aggregation="token_mean", correction__weight="token",
         correction__cap=2.0,
     ),
     "bypass_ppo": _recipe(
         "PPO clip directly against the sampler, no further correction.",
-        "ppo", "grpo", **CLIP, anchor="rollout", aggregation="token_mean",
+        "ppo", "grpo", **CLIP, old_policy="rollout", aggregation="token_mean",
     ),
     "icepop": _recipe(
         "PPO clip; tokens with an importance weight outside 0.5 to 5 are masked, the others weighted without a cap.",
-        "ppo", "grpo", **CLIP, anchor="proximal", correction__weight="token", correction__cap=0.0,
+        "ppo", "grpo", **CLIP, old_policy="recomputed", correction__weight="token", correction__cap=0.0,
         correction__masks=["token"], correction__token_low=0.5, correction__token_high=5.0,
     ),
     "seq_mask_tis": _recipe(
         "PPO clip; sequences with a mean ratio outside 0.999 to 1.002 are masked, token weights truncated at 2.",
-        "ppo", "grpo", **CLIP, anchor="proximal", correction__weight="token", correction__cap=2.0,
+        "ppo", "grpo", **CLIP, old_policy="recomputed", correction__weight="token", correction__cap=2.0,
         correction__masks=["geometric"], correction__geometric_low=0.999, correction__geometric_high=1.002,
     ),
     "opsm": _recipe(
         "GRPO; sequences with a negative advantage that are far off-policy are masked.",
-        "ppo", "grpo", **CLIP, anchor="proximal", correction__masks=["opsm"],
+        "ppo", "grpo", **CLIP, old_policy="recomputed", correction__masks=["opsm"],
     ),
     "m2po": _recipe(
         "GRPO; the most off-policy tokens are masked until the second moment of the batch's log-ratios is small.",
-        "ppo", "grpo", **CLIP, anchor="proximal", correction__masks=["m2po"], correction__m2po_limit=0.04,
+        "ppo", "grpo", **CLIP, old_policy="recomputed", correction__masks=["m2po"], correction__m2po_limit=0.04,
     ),
 }  # fmt: skip
 

@@ -8,12 +8,13 @@ combinations. None means "not set": the default depends on other keys, or there 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from outpace.config.algorithm import (
+    AdvantageConfig,
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
@@ -21,9 +22,10 @@ from outpace.config.algorithm import (
     FilterConfig,
     GovernorConfig,
     KlConfig,
+    PolicyLossConfig,
     ReplayConfig,
 )
-from outpace.config.base import Section
+from outpace.config.base import OpenedBy, Section
 from outpace.config.engines import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
 
 
@@ -185,8 +187,8 @@ class RewardsConfig(Section):
     """Address space limit of each reward process. Default: no limit."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Number of tokens before rollout.max_tokens over which a length penalty rises linearly; 0 disables it."""
-    overlong_penalty: float | None = Field(default=None, gt=0)
-    """Reward penalty of an attempt that uses the whole overlong buffer. Default: 1."""
+    overlong_penalty: Annotated[float, OpenedBy("overlong_buffer")] = Field(default=1.0, gt=0)
+    """Reward penalty of an attempt that uses the whole overlong buffer."""
 
 
 class RolloutConfig(Section):
@@ -401,6 +403,8 @@ class Config(Section):
     pacing: PacingConfig = PacingConfig()
     governor: GovernorConfig = GovernorConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy_loss: PolicyLossConfig = PolicyLossConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
     correction: CorrectionConfig = CorrectionConfig()
     kl: KlConfig = KlConfig()
     critic: CriticConfig = CriticConfig()

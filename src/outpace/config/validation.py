@@ -18,7 +18,7 @@ from typing import Any
 from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
 from outpace.config.base import Section
-from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_values
+from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import ServerAddress, is_server_url, server_address
 from outpace.errors import BadInput, one_line, plural, with_article
 from outpace.runtime.references import absolute_reference
@@ -102,8 +102,6 @@ def _check_transport(config: Config) -> Iterator[str]:
 
 def _check_lora(config: Config) -> Iterator[str]:
     lora = config.lora
-    if lora.rank == 0 and "lora.targets" in _changed("lora", lora):
-        yield "lora.targets: lora.rank is 0, so the full model is trained; set a rank, or leave this out"
     if lora.rank > 0 and not lora.targets:
         yield "lora.targets: is empty, so no module would be trained; name some, or leave this out"
     if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
@@ -148,9 +146,9 @@ FUNCTION_KEYS = (
     "tasks.name",
     "rollout.function",
     "rollout.environment",
-    "algorithm.surrogate",
-    "algorithm.advantage",
-    "algorithm.normalise",
+    "policy_loss.name",
+    "advantage.name",
+    "advantage.normalizer",
     "learner.backend",
 )
 """Settings that may name a function in a file, as `path/to/file.py:function`."""
@@ -175,11 +173,11 @@ def resolve(
     `own_tasks`, `own_rewards` and `own_rollout` (or environment): the Python caller passes these as objects, so the
     config does not name them.
     """
-    filled = fill_defaults(with_values(config, unset_defaults(config, own_tasks, now)))
+    filled = fill_defaults(with_defaults(config, unset_defaults(config, own_tasks, now)))
     if not own_tasks and not own_rollout and not _has_rollout(filled):
-        filled = with_values(filled, {"rollout.environment": TASK_ENVIRONMENTS.get(filled.tasks.name or "")})
+        filled = with_defaults(filled, {"rollout.environment": TASK_ENVIRONMENTS.get(filled.tasks.name or "")})
     if not own_rewards and not filled.rewards.functions:
-        filled = with_values(filled, {"rewards.functions": _rewards_for(filled)})
+        filled = with_defaults(filled, {"rewards.functions": _rewards_for(filled)})
     filled = _with_absolute_files(filled)
     check(filled)
     return filled
@@ -196,17 +194,6 @@ def check(config: Config) -> None:
 # --------------------------------------------------------------------------------------------------------- defaults
 
 
-def keys_from_task(config: Config, another_task: bool) -> set[str]:
-    """Return the keys that are set to the default of the config's built-in task. As with `keys_at_default`, dropping
-    them lets an override bring its own. Rewards are included only if the override names `another_task`: a custom
-    rollout has no default rewards, and may be scored by those of the task."""
-    task = config.tasks.name or ""
-    defaults: dict[str, Any] = {"rollout.environment": TASK_ENVIRONMENTS.get(task)}
-    if another_task:
-        defaults["rewards.functions"] = _default_rewards(task) or None
-    return {key for key, value in defaults.items() if value is not None and get_value(config, key) == value}
-
-
 def _with_absolute_files(config: Config) -> Config:
     """Make file names absolute, because a run may be resumed from another directory."""
     named = {key: get_value(config, key) for key in FUNCTION_KEYS}
@@ -216,7 +203,7 @@ def _with_absolute_files(config: Config) -> Config:
     values |= {key: _absolute_path(path) for key in PATH_KEYS if (path := get_value(config, key)) is not None}
     if config.weights.dir is not None:
         values["weights.dir"] = str(Path(config.weights.dir).expanduser().absolute())
-    return with_values(config, values)
+    return with_defaults(config, values)
 
 
 def _absolute_path(path: str) -> str:

@@ -76,9 +76,9 @@ class AdvantagePipeline:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        algorithm = config.algorithm
-        self._credit = advantage_settings(configured_advantage(algorithm), algorithm.credit, algorithm.gamma)
-        self._normalizer = configured_normalizer(algorithm)
+        advantage = config.advantage
+        self._credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
+        self._normalizer = configured_normalizer(advantage)
         self._has_critic = config.critic.coefficient is not None
         masks = configured_masks(config.correction).values()
         self._masks = [mask for mask in masks if mask.registration.scope == "batch"]
@@ -87,9 +87,10 @@ class AdvantagePipeline:
     def needs_scores(self) -> bool:
         """Whether tokens need scores from the weights at the start of the step. With a single update the current
         logprobs are the same."""
-        algorithm = self._config.algorithm
-        needs_old_logp = algorithm.updates * algorithm.passes > 1 and algorithm.anchor == "proximal"
-        needs_old_logp = needs_old_logp and configured_policy_loss(algorithm).registration.ratio
+        algorithm, policy_loss = self._config.algorithm, self._config.policy_loss
+        several = algorithm.minibatches * algorithm.epochs_per_batch > 1
+        ratio = configured_policy_loss(policy_loss).registration.ratio
+        needs_old_logp = several and ratio and policy_loss.old_policy == "recomputed"
         return needs_old_logp or bool(self._masks) or self._kl_in_reward or self._has_critic
 
     @property
@@ -116,11 +117,9 @@ class AdvantagePipeline:
         rows, rewards, penalties = entry.record.rows, entry.record.rewards, self._penalties(entry)
         returns = attempt_returns(rows, rewards, penalties)
         if self._has_critic:
-            algorithm = self._config.algorithm
-            assert algorithm.gamma is not None
-            assert algorithm.gae_lambda is not None
+            gae_lambda = self._credit.estimator.settings["gae_lambda"]
             values = [score[OLD_VALUES].astype(np.float64) for score in entry.scores]
-            both = critic_advantages(rows, rewards, values, algorithm.gamma, algorithm.gae_lambda, penalties)
+            both = critic_advantages(rows, rewards, values, self._credit.gamma, gae_lambda, penalties)
             return GroupAdvantages(returns, *both)
         if penalties is None:
             check_rows(rows)
@@ -135,7 +134,7 @@ class AdvantagePipeline:
         if self._normalizer.registration is NORMALIZERS.built_in["none"] or not before:
             return before
         returns = np.concatenate([group.returns for group in by_group])
-        name = f"algorithm.normalise: {self._normalizer.registration.name}"
+        name = f"advantage.normalizer: {self._normalizer.registration.name}"
         try:
             after = [
                 np.asarray(values, dtype=np.float64) for values in self._normalizer(BatchAdvantages(before, returns))

@@ -54,7 +54,7 @@ class BatchLearner:
         entries = sorted(self.collected, key=lambda entry: (entry.replayed, entry.record.group))
         self.collected = []
         groups = self.pipeline.examples(entries)
-        for number in range(self._config.algorithm.passes):
+        for number in range(self._config.algorithm.epochs_per_batch):
             for part in self._groups_per_update(groups, number):
                 self._accumulate([example for group in part for example in group])
                 self._backend.update()
@@ -66,7 +66,7 @@ class BatchLearner:
         """Yield the groups of each update, near-equal in number. The shuffle depends on seed, version and pass only.
 
         Replayed groups are distributed separately, so that every update has fresh groups to measure staleness on."""
-        updates = self._config.algorithm.updates
+        updates = self._config.algorithm.minibatches
         shuffle = np.random.default_rng([self._config.run.seed, self._backend.version, number])
         shares: list[list[int]] = [[] for _ in range(updates)]
         for replayed in (False, True):

@@ -55,7 +55,9 @@ class LearnerCore:
         dtype = getattr(torch, settings.dtype)
         self.adapters = LoraAdapters(model, settings.adapter) if settings.adapter else None
         _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
-        options = ForwardOptions(settings.temperature, dtype, settings.algorithm.entropy != 0, settings.has_critic)
+        options = ForwardOptions(
+            settings.temperature, dtype, settings.algorithm.entropy_coefficient != 0, settings.critic is not None
+        )
         logprobs_only = ForwardOptions(settings.temperature, dtype)
         self._forward = choose_forward(model, options)
         self.reference: Reference | None = (
@@ -189,7 +191,7 @@ class LearnerCore:
         if fresh := step.sums["tokens_fresh"]:
             self.engine_kl = step.sums["kl_fresh"] / fresh
         lr = self._learning_rate()
-        passes = self.settings.algorithm.passes
+        passes = self.settings.algorithm.epochs_per_batch
         self.version += 1
         self.tokens += step.tokens // passes
         if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
@@ -240,12 +242,12 @@ def _is_finite(update: Update) -> bool:
 
 
 def _make_critic(model: PreTrainedModel, settings: LearnerCoreSettings) -> ValueHead | None:
-    if not settings.has_critic:
+    if settings.critic is None:
         return None
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
-    return ValueHead(width, bool(settings.critic.shared)).to(device=model.device, dtype=model.dtype)
+    return ValueHead(width, settings.critic.shared).to(device=model.device, dtype=model.dtype)
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 from outpace.algorithms import corrections, losses
 from outpace.algorithms.corrections import staleness_sums
 from outpace.algorithms.losses import Tokens
-from outpace.config.algorithm import configured_masks, configured_policy_loss
+from outpace.config.algorithm import configured_masks, configured_policy_loss, weight_settings
 from outpace.errors import BadInput, plural
 from outpace.learner.backend import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.learner.forward import ForwardOutputs
@@ -52,8 +52,8 @@ class LossAssembly:
 
     def __init__(self, settings: LearnerCoreSettings) -> None:
         self._settings = settings
-        self._policy_loss = configured_policy_loss(settings.algorithm)
-        self._old_policy = settings.anchor
+        self._policy_loss = configured_policy_loss(settings.policy_loss)
+        self._old_policy = settings.old_policy
         masks = configured_masks(settings.correction)  # batch masks arrive as `KEEP`
         self._masks = {name: mask.settings for name, mask in masks.items() if mask.registration.scope != "batch"}
 
@@ -98,11 +98,11 @@ class LossAssembly:
         if not isinstance(loss_N, Tensor) or loss_N.shape != tokens.logp_N.shape:
             found = f"a tensor of shape {tuple(loss_N.shape)}" if isinstance(loss_N, Tensor) else type(loss_N).__name__
             raise BadInput(
-                f"algorithm.surrogate: {name} returned {found} for {plural(len(tokens.logp_N), 'token')}; "
+                f"policy_loss.name: {name} returned {found} for {plural(len(tokens.logp_N), 'token')}; "
                 "return a tensor with one loss per token"
             )
         if not loss_N.requires_grad:
-            raise BadInput(f"algorithm.surrogate: the loss of {name} has no gradient; compute it from tokens.logp_N")
+            raise BadInput(f"policy_loss.name: the loss of {name} has no gradient; compute it from tokens.logp_N")
         return loss_N
 
     def _tokens(self, packed: PackedBatch, logp_N: Tensor, version: Version) -> Tokens:
@@ -122,7 +122,7 @@ class LossAssembly:
         forward is needed."""
         if self._old_policy == "rollout":
             return sampler_logp_N
-        if self._old_policy == "approximate":
+        if self._old_policy == "interpolated":
             nearness_N = _like(interpolation_weights(packed.versions_N, version), logp_N)
             return sampler_logp_N + nearness_N * (logp_N - sampler_logp_N)
         old = packed.extras.get(OLD_LOGP)
@@ -140,7 +140,7 @@ class LossAssembly:
         if KEEP in extras:
             keep_N = keep_N & _like(extras[KEEP], current_N).bool()
         weight_N = corrections.correction_weights(
-            tokens, log_rho_N, correction.weight or "none", correction.floor or 0.0, correction.cap or None
+            tokens, log_rho_N, correction.weight or "none", **weight_settings(correction)
         )
         return weight_N * keep_N, keep_N
 
@@ -153,7 +153,7 @@ class LossAssembly:
         return kl_N.detach(), config.coefficient * gradient_N
 
     def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor | None, float]:
-        bonus = self._settings.algorithm.entropy
+        bonus = self._settings.algorithm.entropy_coefficient
         if bonus == 0:
             return None, 0.0
         gradient_N = -bonus * weights_N.to(entropy_N.dtype)
@@ -168,8 +168,7 @@ class LossAssembly:
         if values_N is None:
             return None, 0.0, 0.0
         critic = self._settings.critic
-        assert critic.clip is not None
-        assert critic.coefficient is not None
+        assert critic is not None
         leaf_N = values_N.detach().requires_grad_()
         old_N, returns_N = _like(extras[OLD_VALUES], leaf_N), _like(extras[RETURNS], leaf_N)
         clipped_N = old_N + (leaf_N - old_N).clamp(-critic.clip, critic.clip)
@@ -181,7 +180,7 @@ class LossAssembly:
 
 def interpolation_weights(versions_N: Ints, version: Version) -> Floats:
     """Return the weight of the current policy in the log-linear interpolation between sampler and current policy that
-    approximates the policy at the start of the step (`algorithm.anchor = "approximate"`).
+    approximates the policy at the start of the step (`policy_loss.old_policy = "interpolated"`).
 
     The step from version v to v + 1 is the last of v + 1 - b steps since the sampling version b, so v - b of them lie
     before it."""

@@ -27,6 +27,7 @@ def make_optimizer(policy: Parameters, critic: Parameters, settings: LearnerCore
         {"params": [p for p in policy.values() if p.ndim < 2], "weight_decay": 0.0, "ratio": 1.0},
     ]
     if critic:
+        assert settings.critic is not None
         assert settings.critic.lr is not None
         assert config.lr is not None, "the config must be resolved"
         groups.append({"params": [*critic.values()], "weight_decay": 0.0, "ratio": settings.critic.lr / config.lr})

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from outpace.algorithms.registry import Aggregation, Anchor
+from outpace.algorithms.registry import Aggregation, OldPolicy
 from outpace.config import Config, LearnerConfig
-from outpace.config.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, KlConfig
+from outpace.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CriticConfig,
+    KlConfig,
+    PolicyLossConfig,
+    configured_advantage,
+)
 from outpace.config.engines import LoraConfig
 from outpace.hardware.cores import CoreSharing
 from outpace.types import GroupRecord, JournalLocation, LoraAdapter
@@ -29,9 +36,10 @@ class LearnerCoreSettings:
 
     learner: LearnerConfig
     algorithm: AlgorithmConfig
+    policy_loss: PolicyLossConfig
     correction: CorrectionConfig
     kl: KlConfig
-    critic: CriticConfig
+    critic: CriticConfig | None
     max_completion_tokens: int = 1
     temperature: float = 1.0
     total_steps: int | None = None
@@ -45,9 +53,10 @@ class LearnerCoreSettings:
         return cls(
             learner=config.learner,
             algorithm=config.algorithm,
+            policy_loss=config.policy_loss,
             correction=config.correction,
             kl=config.kl,
-            critic=config.critic,
+            critic=config.critic if configured_advantage(config.advantage).registration.critic else None,
             max_completion_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
             total_steps=config.run.steps,
@@ -57,18 +66,14 @@ class LearnerCoreSettings:
         )
 
     @property
-    def anchor(self) -> Anchor:
-        assert self.algorithm.anchor is not None, "the config must be resolved"
-        return self.algorithm.anchor
+    def old_policy(self) -> OldPolicy:
+        assert self.policy_loss.old_policy is not None, "the config must be resolved"
+        return self.policy_loss.old_policy
 
     @property
     def aggregation(self) -> Aggregation:
-        assert self.algorithm.aggregation is not None, "the config must be resolved"
-        return self.algorithm.aggregation
-
-    @property
-    def has_critic(self) -> bool:
-        return self.critic.coefficient is not None
+        assert self.policy_loss.aggregation is not None, "the config must be resolved"
+        return self.policy_loss.aggregation
 
     @property
     def kl_in_loss(self) -> bool:

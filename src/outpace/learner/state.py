@@ -349,9 +349,7 @@ def _copy_into_critic(core: LearnerCore, tensors: Tensors) -> None:
     """Restore the critic's weights and remove them from `tensors`."""
     saved = {name: tensors.pop(name) for name in list(tensors) if name.startswith(CRITIC)}
     if saved.keys() != _critic_tensors(core).keys():
-        problem = (
-            "with a critic; set algorithm.advantage =" if saved else "without a critic; algorithm.advantage cannot be"
-        )
+        problem = "with a critic; set advantage.name =" if saved else "without a critic; advantage.name cannot be"
         raise CorruptData(f"the checkpoint was saved {problem} gae")
     with torch.no_grad():
         for name, parameter in core.critic_parameters.items():

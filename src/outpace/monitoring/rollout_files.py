@@ -18,7 +18,6 @@ import logging
 import math
 import re
 import threading
-import tomllib
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,6 +25,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import numpy as np
 
+from outpace.config.load import read_resolved
 from outpace.errors import BadInput
 from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.types import OBSERVED, Bools, Floats, Ints
@@ -284,7 +284,7 @@ def describe_recorded_steps(run: Path) -> str:
     steps = recorded_steps(run)
     if steps:
         return f"recorded steps: {len(steps)} between {steps[0]} and {steps[-1]}"
-    if tomllib.loads((run / "config.toml").read_text()).get("run", {}).get("show_rollouts") == 0:
+    if read_resolved(run).get("run", {}).get("show_rollouts") == 0:
         return "recording of steps is off (run.show_rollouts = 0)"
     return "no steps are recorded yet"
 

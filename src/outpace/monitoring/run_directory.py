@@ -1,7 +1,8 @@
 """The run directory: locking, log files, rollback.
 
     run.lock         held while a run is active; contains the pid of its process
-    config.toml      resolved config
+    config.toml      what the user set
+    resolved.toml    every setting, and the format of the directory
     metrics.jsonl    one record per step
     batches.jsonl    one record per batch: the groups trained, and the prompt visits finalized without training
     evals.jsonl      one record per evaluation
@@ -35,6 +36,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from outpace.config.load import CONFIG_FILE, EMPTY_RESOLVED, RESOLVED_FILE, read_resolved
 from outpace.errors import BadInput
 from outpace.monitoring import rollout_files
 from outpace.monitoring.line_file import LineFile, filter_lines, read_lines, write_atomically
@@ -133,13 +135,15 @@ def _is_still_at(fd: int, path: Path) -> bool:
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+OLD_CONFIG_FILE = "config_0_1.toml"
+"""The config of a run that was converted by `outpace migrate`, as outpace 0.1 wrote it."""
 MODEL_FOLDER = "model"
 """Folder of a model that was passed as an object."""
 OLD_MODEL_FOLDER = "model.old"
 """Model folder of an earlier run, kept until this run has started."""
 FILES = (
-    *("config.toml", "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json", "timeline.json"),
-    *("fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl"),
+    *(CONFIG_FILE, RESOLVED_FILE, "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json"),
+    *("timeline.json", "fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl", OLD_CONFIG_FILE),
 )
 LINE_FILES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
@@ -193,8 +197,8 @@ class RunLog:
     def claim(cls, directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> RunLog:
         """Lock the directory for this process, or raise BadInput. Existing content is not changed yet."""
         path = Path(directory)
-        if resume and not (path / "config.toml").is_file():
-            raise BadInput(f"run.dir: there is no run to resume in {path}, config.toml is missing")
+        if resume:
+            read_resolved(path)
         created = _make_directories(path)
         try:
             lock = RunLock(path / LOCK_FILE)
@@ -215,9 +219,9 @@ class RunLog:
         new.rename(self.dir / MODEL_FOLDER)
         self.written.add(MODEL_FOLDER)
 
-    def start(self, config: str) -> None:
-        """Write the resolved config and open the logs, after all checks have passed. Removes the files of an earlier
-        run unless resuming."""
+    def start(self, settings: str = "", resolved: str = EMPTY_RESOLVED) -> None:
+        """Write the config and open the logs, after all checks have passed. Removes the files of an earlier run unless
+        resuming."""
         self.began = True
         shutil.rmtree(self.dir / OLD_MODEL_FOLDER, ignore_errors=True)
         if not self._resuming:
@@ -228,7 +232,8 @@ class RunLog:
                     shutil.rmtree(self.dir / name)
         for name in FOLDERS:
             (self.dir / name).mkdir(exist_ok=True)
-        write_atomically(self.dir / "config.toml", config)
+        write_atomically(self.dir / RESOLVED_FILE, resolved)
+        write_atomically(self.dir / CONFIG_FILE, settings)  # last: its presence makes this a run directory
         for name in LINE_FILES:
             self._lines[name] = LineFile(self.dir / name)
 

@@ -372,7 +372,7 @@ def _worker_settings(config: Config) -> Any:
     from outpace.rollouts.requests import ClientSettings
     from outpace.rollouts.worker import WorkerSettings
 
-    rollout, algorithm, rewards, filters = config.rollout, config.algorithm, config.rewards, config.filter
+    rollout, advantage, rewards, filters = config.rollout, config.advantage, config.rewards, config.filter
     assert rollout.max_tokens is not None, "the config must be resolved"
     assert filters.uniform is not None, "the config must be resolved"
     assert filters.min_group is not None, "the config must be resolved"
@@ -391,16 +391,16 @@ def _worker_settings(config: Config) -> Any:
         episode_timeout_s=rollout.timeout_s,
         reward_timeout_s=rewards.timeout_s,
         scoring=ScoringRules(
-            advantage_settings(configured_advantage(algorithm), algorithm.credit, algorithm.gamma),
+            advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma),
             GroupFilter(
                 uniform=filters.uniform,
-                tolerance=filters.tolerance or 0.0,
+                tolerance=filters.tolerance if filters.uniform else 0.0,
                 min_group=filters.min_group,
                 truncated=filters.truncated,
                 longer_than=filters.longer_than,
             ),
         ),
-        overlong=OverlongPenalty(rollout.max_tokens, rewards.overlong_buffer, rewards.overlong_penalty or 1.0)
+        overlong=OverlongPenalty(rollout.max_tokens, rewards.overlong_buffer, rewards.overlong_penalty)
         if rewards.overlong_buffer
         else None,
     )

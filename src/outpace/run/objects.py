@@ -25,6 +25,7 @@ import msgspec
 
 from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, POLICY_LOSSES, Registration, Registry
 from outpace.config import Config
+from outpace.config.defaults import get_value
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.protocols import Reward, TaskSource
@@ -154,8 +155,8 @@ def _survives_json(task: Task) -> bool:
         return False
 
 
-ALGORITHMS: dict[str, Registry] = {"surrogate": POLICY_LOSSES, "advantage": ADVANTAGES, "normalise": NORMALIZERS}
-"""Registries by their keys in `[algorithm]`."""
+ALGORITHMS: dict[str, Registry] = {registry.setting: registry for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)}
+"""Registries by the setting that names a function of theirs."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +185,7 @@ def registered_for_worker(config: Config) -> Registered | None:
         Registered(
             tasks={name: own[name]} if name in own else {},
             rewards={name: rewards.REGISTERED[name] for name in config.rewards.functions if name in rewards.REGISTERED},
-            algorithms=_algorithms(config, ("advantage",)),
+            algorithms=_algorithms(config, (ADVANTAGES.setting,)),
         )
     )
 
@@ -195,7 +196,7 @@ def registered_for_learner(config: Config) -> Registered | None:
 
 
 def _algorithms(config: Config, keys: tuple[str, ...]) -> dict[str, Registration]:
-    chosen = {key: getattr(config.algorithm, key) for key in keys}
+    chosen = {key: get_value(config, key) for key in keys}
     return {key: ALGORITHMS[key].own[name] for key, name in chosen.items() if name in ALGORITHMS[key].own}
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,8 @@ import msgspec
 
 from outpace.checkpoint import commit
 from outpace.config import Config
-from outpace.config.load import load_config, python_objects_of
+from outpace.config.defaults import with_values
+from outpace.config.load import CONFIG_FILE, load_config, python_objects_of, read_resolved
 from outpace.config.validation import resolve
 from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
 from outpace.errors import BadInput, one_line, plural, with_article
@@ -193,10 +193,8 @@ def _saved(config: Config, objects: UserObjects, heldout: TaskSource | None) -> 
 
 
 def _config_file(run: Path) -> Path:
-    file = run / "config.toml"
-    if not file.is_file():
-        raise BadInput(f"{run}: not a run directory (no config.toml)")
-    return file
+    read_resolved(run)  # raises if this version cannot read it
+    return run / CONFIG_FILE
 
 
 def with_newest_checkpoint(plan: RunPlan, run_dir: Path) -> RunPlan:
@@ -215,7 +213,7 @@ def completed_summary(plan: RunPlan, run_dir: Path) -> Summary | None:
     `run.epochs` ask for no more."""
     try:
         ended = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-        before = tomllib.loads((run_dir / "config.toml").read_text()).get("run", {})
+        before = read_resolved(run_dir)["run"]
     except (OSError, ValueError):
         return None
     if ended.exit or ended.reason == STOPPED:
@@ -277,12 +275,7 @@ def _check_writable(folder: Path) -> None:
 
 def _without_heldout(config: Config) -> Config:
     """Clear the config's held-out tasks, which `eval_tasks` objects replace."""
-    return config.model_copy(
-        update={
-            "tasks": config.tasks.model_copy(update={"eval_path": None}),
-            "eval": config.eval.model_copy(update={"holdout": 0.0}),
-        }
-    )
+    return with_values(config, {"tasks.eval_path": None, "eval.holdout": 0.0})
 
 
 def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:

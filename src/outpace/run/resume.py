@@ -32,6 +32,8 @@ from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS, best_step
 from outpace.checkpoint.journal import JournaledGroup, compact_journal, survey_journal
 from outpace.checkpoint.turn_log import prune_turns, survey_turns
+from outpace.config import Config
+from outpace.config.load import dump_toml, read_resolved
 from outpace.config.sections import CheckpointConfig
 from outpace.controller.ledger import STATE_FILE, Ledger
 from outpace.controller.pacing import SchedulerSettings
@@ -46,11 +48,10 @@ from outpace.tasks.fingerprint import Fingerprint, difference
 from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, Version
 
-CONFIG_FILE = "config.toml"
 TASKS_FILE = "tasks.json"
 """Fingerprint of the tasks that a run started with."""
 
-GROUP_SECTIONS = ("model", "rollout", "tools", "environment", "rewards", "judge", "sandbox", "filter", "algorithm")
+GROUP_SECTIONS = ("model", "rollout", "tools", "environment", "rewards", "judge", "sandbox", "filter", "advantage")
 """Config sections that decide what is in a group. If one has changed, groups of an earlier start differ from what
 this one would produce."""
 
@@ -104,10 +105,9 @@ def load_resume_point(
     )
 
 
-def same_group_config(run: Path, config: str) -> bool:
-    """Return whether groups are produced and scored as in the run's last start. `config` is this start's config as
-    TOML."""
-    before, now = tomllib.loads((run / CONFIG_FILE).read_text()), tomllib.loads(config)
+def same_group_config(run: Path, config: Config) -> bool:
+    """Return whether groups are produced and scored as in the run's last start."""
+    before, now = read_resolved(run), tomllib.loads(dump_toml(config))
     return all(before.get(section) == now.get(section) for section in GROUP_SECTIONS)
 
 

@@ -22,7 +22,7 @@ from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.config import Config
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
-from outpace.config.load import dump_toml
+from outpace.config.load import dump_resolved, dump_settings
 from outpace.controller.batcher import ReplaySettings
 from outpace.controller.curriculum import CurriculumSettings
 from outpace.controller.driver import Driver, DriverSettings
@@ -266,12 +266,12 @@ class RunSession:
             return ResumePoint()
         run = self._log.dir
         same_tasks = check_tasks(run, self._plan.tasks, self._config.tasks.changed == "accept")
-        usable = same_tasks and same_group_config(run, dump_toml(self._config, self._plan.objects))
+        usable = same_tasks and same_group_config(run, self._config)
         return load_resume_point(run, self._plan.checkpoint, settings, order, self._plan.tokenizer, usable)
 
     def _open_log(self, recorder: Recorder, resume_point: ResumePoint) -> None:
         """Write this start's files and roll back to the checkpoint. Nothing may be rejected after this."""
-        self._log.start(dump_toml(self._config, self._plan.objects))
+        self._log.start(dump_settings(self._config, self._plan.objects), dump_resolved(self._config))
         save_task_fingerprint(self._log.dir, self._plan.tasks)
         if self._plan.saved is not None:
             self._plan.saved.write(self._log.dir)
@@ -338,23 +338,23 @@ def _governor(config: GovernorConfig) -> GovernorSettings | None:
     if not config.enabled:
         return None
     return GovernorSettings(
-        ess_min=_resolved(config.ess_min),
-        kl_max=_resolved(config.kl_max),
-        patience=_resolved(config.patience),
-        min_lag=_resolved(config.min_lag),
+        ess_min=config.ess_min,
+        kl_max=config.kl_max,
+        patience=config.patience,
+        min_lag=config.min_lag,
     )
 
 
 def _difficulty(config: DifficultyConfig) -> CurriculumSettings | None:
     if config.easy_above is None and config.hard_below is None:
         return None
-    return CurriculumSettings(config.easy_above, config.hard_below, _resolved(config.rest_epochs))
+    return CurriculumSettings(config.easy_above, config.hard_below, config.rest_epochs)
 
 
 def _replay(config: ReplayConfig) -> ReplaySettings | None:
     if config.fraction == 0:
         return None
-    return ReplaySettings(config.fraction, _resolved(config.max_age), _resolved(config.times))
+    return ReplaySettings(config.fraction, config.max_age, config.times)
 
 
 def _resolved(value: T | None) -> T:

@@ -1,0 +1,102 @@
+"""`outpace migrate RUN`: convert a run directory of outpace 0.1, in place.
+
+    config.toml (every setting, old names) ─▶ resolved.toml (every setting, new names, the format of the directory)
+                                           └▶ config.toml (what differs from the defaults)
+
+Checkpoints, journal and logs keep their formats, so the run resumes exactly where it would have. A migration that is
+interrupted can be repeated: `config.toml` is replaced first, its old content is in `config_0_1.toml`, and a directory
+without `resolved.toml` still counts as one of 0.1.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from outpace.config import Config
+from outpace.config.base import OpenedBy
+from outpace.config.defaults import by_section
+from outpace.config.load import (
+    CONFIG_FILE,
+    EMPTY_RESOLVED,
+    FIELDS,
+    OBJECTS_COMMENT,
+    RESOLVED_FILE,
+    dump_resolved,
+    make_config,
+    python_objects_of,
+    read_config_file,
+    read_resolved,
+)
+from outpace.config.other_libraries import RENAMED, RENAMED_VALUES
+from outpace.config.validation import resolve
+from outpace.errors import BadInput
+from outpace.monitoring.line_file import write_atomically
+from outpace.monitoring.run_directory import LOCK_FILE, OLD_CONFIG_FILE, RunLock
+
+PRESET = "algorithm.preset"
+
+
+def migrate(run: Path) -> str:
+    """Convert a run directory, and return a line that says what was done."""
+    if not (run / CONFIG_FILE).is_file():
+        raise BadInput(f"{run}: not a run directory (no {CONFIG_FILE})")
+    if (run / RESOLVED_FILE).exists():
+        read_resolved(run)  # raises if the format is that of a newer version
+        return f"{run}: nothing to do, the directory has the current format"
+    lock = RunLock(run / LOCK_FILE)
+    try:
+        if not (run / OLD_CONFIG_FILE).exists():
+            shutil.copyfile(run / CONFIG_FILE, run / OLD_CONFIG_FILE)
+        values = renamed_settings(read_config_file(run / OLD_CONFIG_FILE))
+        objects = python_objects_of(run / OLD_CONFIG_FILE)
+        comment = f"{OBJECTS_COMMENT}{objects}\n" if objects else ""
+        complete = _resolved(values, objects)
+        chosen = without_defaults(values, objects) if complete else values
+        resolved = dump_resolved(complete) if complete else EMPTY_RESOLVED + tomli_w.dumps(by_section(values))
+        write_atomically(run / CONFIG_FILE, comment + tomli_w.dumps(by_section(chosen)))
+        write_atomically(run / RESOLVED_FILE, resolved)
+    finally:
+        lock.release()
+    return f"{run}: converted; the previous config is in {OLD_CONFIG_FILE}"
+
+
+def renamed_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of outpace 0.1 by dotted key, with the names and values of this version.
+
+    Defaults of settings that only apply if another one is on are left out: 0.1 wrote them in either case."""
+    old = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    new = {RENAMED.get(key, key): value for key, value in old.items()}
+    new |= {key: names[new[key]] for key, names in RENAMED_VALUES.items() if new.get(key) in names}
+    return {key: value for key, value in new.items() if not _is_default_of_opened_key(key, value)}
+
+
+def _is_default_of_opened_key(key: str, value: Any) -> bool:
+    info = FIELDS.get(key)
+    return info is not None and info.default == value and any(isinstance(mark, OpenedBy) for mark in info.metadata)
+
+
+def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any]:
+    """Return the settings without those that would have the same value if left out. `objects` names the Python objects
+    that the run was started with."""
+    complete, kept = _resolved(values, objects), dict(values)
+    # A preset gives other keys their values, so those are tried first.
+    for key in sorted(values, key=lambda key: (key == PRESET, key.endswith(".name"))):
+        fewer = {each: value for each, value in kept.items() if each != key}
+        if _resolved(fewer, objects) == complete:
+            kept = fewer
+    return kept
+
+
+def _resolved(settings: dict[str, Any], objects: str) -> Config | None:
+    """Return the resolved config, or None if it is not valid, for example because it names a function that only the
+    program which started the run has registered."""
+    own = bool(objects)
+    try:
+        return resolve(make_config(settings), own_tasks="tasks" in objects, own_rewards=own, own_rollout=own)
+    except BadInput:
+        return None
