@@ -2,10 +2,10 @@
 
                  ┌── no engine can serve it: wait ◀─┐
     request ─▶ choose ─▶ engine ─▶ result           │
-                 ▲  ▲       ├─▶ interrupted: continue from its tokens on the same engine
-                 │  │       ├─▶ lost, with partial output ─▶ continue from there ─┐
-                 │  │       └─▶ lost, with all its output ─▶ start again ─────────┤
-                 └──┴─────────────────────────────────────────────────────────────┘
+                 ▲          ├─▶ interrupted ─▶ continue from there, on this engine
+                 │          ├─▶ lost, with partial output ─▶ continue from there ─┐
+                 │          └─▶ lost, with all its output ─▶ start again ─────────┤
+                 └────────────────────────────────────────────────────────────────┘
 
 Invariants
 - This is the only place that continues a request. `generate` of an engine is one attempt; if that was lost, the request
@@ -249,7 +249,7 @@ class EngineFleet:
             self._check_servable(request, names)
             now = time.monotonic()
             interrupted_by, request.interrupted_by = request.interrupted_by, None
-            if any(m.name == interrupted_by and m.serves and m.name not in excluded for m in self._router.members):
+            if interrupted_by is not None and self._router.accepts(interrupted_by, excluded):
                 return interrupted_by
             engine = self._router.choose(request.needs, now, excluded)
             if engine is not None and (now >= request.retry_at or self._router.is_trusted(engine, now)):

@@ -67,12 +67,16 @@ class RequestNeeds:
 
 def eligible(members: Sequence[FleetMember], needs: RequestNeeds, unreachable: Collection[str] = ()) -> list[str]:
     """Return the names of the eligible engines."""
-    serving = [m for m in members if m.serves and not m.leaving and m.name not in unreachable]
+    serving = _serving(members, unreachable)
     if len(members) == 1:
         return [member.name for member in serving]
     if needs.pinned is None:
         return [member.name for member in serving if member.version >= needs.min_version]
     return [member.name for member in serving if member.pinned == needs.pinned]
+
+
+def _serving(members: Sequence[FleetMember], unreachable: Collection[str]) -> list[FleetMember]:
+    return [m for m in members if m.serves and not m.leaving and m.name not in unreachable]
 
 
 def choose(names: Sequence[str], load: Mapping[str, int], needs: RequestNeeds, last_engine: Mapping[str, str]) -> str:
@@ -113,6 +117,10 @@ class Router:
             return None
         trusted = [name for name in names if self.is_trusted(name, now)]
         return choose(trusted or names, self.load, needs, self._last_engine)
+
+    def accepts(self, name: str, unreachable: Collection[str] = ()) -> bool:
+        """Whether the engine serves requests, of any version."""
+        return any(member.name == name for member in _serving(self.members, unreachable))
 
     def can_never_serve(self, needs: RequestNeeds) -> bool:
         """Whether the request is pinned to a version that none of several members has, up or down."""

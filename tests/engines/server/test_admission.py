@@ -63,15 +63,17 @@ async def test_a_kept_slot_is_free_when_its_request_is_not_admitted_after_all(en
     queue = AdmissionQueue(lambda: 1)
     await queue.enter("a", yes)
     queue.leave_interrupted("a")
-    again = await enqueue(queue, "a", perhaps)
+    again, other = await enqueue(queue, "a", perhaps), await enqueue(queue, "b")
     if ending == "cancelled":
         again.cancel()
     elif ending == "ended":
-        queue.end("lost")
-    refused = True
-    queue.wake()
+        queue.end("lost", {"a"})
+    else:
+        refused = True
+        queue.wake()
     await asyncio.gather(again, return_exceptions=True)
-    assert (queue.running, queue.waiting) == (0, 0)
+    assert await other == "admitted"
+    assert (queue.running, queue.waiting) == (1, 0)
 
 
 async def test_the_slot_of_an_interrupted_request_that_does_not_return_becomes_free(

@@ -1,4 +1,4 @@
-"""The server engine with a real vLLM server."""
+"""The server engine with a real vLLM server: what the conformance suite does not cover, and the older route."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ async def test_requests_are_limited_to_the_context(engine: ServerEngine) -> None
         await engine.generate("odd", np.array([99999], dtype=np.int32), Sampling(1, 1), 0, None)
 
 
+@pytest.mark.parametrize("engine", [COMPLETIONS], indirect=True)
 async def test_an_abort_returns_the_partial_output(engine: ServerEngine) -> None:
     for _ in range(10):  # on a busy machine the server may finish before the abort arrives
         request = asyncio.create_task(generate(engine, max_tokens=CONTEXT))
@@ -157,6 +158,7 @@ async def test_an_update_changes_the_weights_during_a_sequence(vllm: RunningVllm
     await engine.close()
 
 
+@pytest.mark.parametrize("engine", [COMPLETIONS], indirect=True)
 async def test_many_concurrent_requests_all_complete(engine: ServerEngine) -> None:
     answers = await asyncio.gather(*(generate(engine, f"r{n}", max_tokens=20) for n in range(100)))
     assert all(is_sound(answer) and len(answer.tokens) == 20 for answer in answers)

@@ -75,7 +75,8 @@ class AdmissionQueue:
             return await waiting.decided
         except asyncio.CancelledError:
             if waiting in self._waiting:
-                self._remove(waiting)
+                self._waiting.remove(waiting)
+                self._free(waiting)
             elif _admitted(waiting.decided):
                 self.leave()
             raise
@@ -117,21 +118,22 @@ class AdmissionQueue:
                 self._decide(waiting, how)
 
     def _decide(self, waiting: _WaitingRequest, what: Admitted | EarlyStop | RequestFailed) -> None:
-        if what == "admitted" and not waiting.decided.done():
-            self._waiting.remove(waiting)
-        else:
-            self._remove(waiting)
-        if waiting.decided.done():  # cancelled concurrently
+        self._waiting.remove(waiting)
+        cancelled = waiting.decided.done()
+        if cancelled or what != "admitted":
+            self._free(waiting)
+        if cancelled:
             return
         if isinstance(what, RequestFailed):
             waiting.decided.set_exception(what)
         else:
             waiting.decided.set_result(what)
 
-    def _remove(self, waiting: _WaitingRequest) -> None:
-        """Remove a request that is not admitted, and free its slot if it has one."""
-        self._waiting.remove(waiting)
-        self.running -= waiting.has_slot
+    def _free(self, waiting: _WaitingRequest) -> None:
+        """Free the slot of a request that is not admitted, if it has one."""
+        if waiting.has_slot:
+            waiting.has_slot = False
+            asyncio.get_running_loop().call_soon(self.leave)
 
 
 def _admitted(decided: asyncio.Future[Admitted | EarlyStop]) -> bool:

@@ -127,22 +127,19 @@ class RequestRunner:
             failure = await self._until_read(request, reader)
         finally:
             request.closed.set()
-        if request.has_foreign_versions(self._state.loaded_versions.newest):
-            self._state.reject_foreign_weights(_FOREIGN)
-            return "lost"
         if failure is not None:
             self._record_failure(request, failure)
-        else:
-            stop = request.stop or request.end_reason
-            assert isinstance(stop, str)
-            if stop in ("stop", "length"):
-                self._state.health.request_passed()
-            if stop != "aborted" or request.aborted:
-                return stop
+        if request.has_foreign_versions(self._state.loaded_versions.newest):
+            self._state.reject_foreign_weights(_FOREIGN)
+        if failure is None and request.stop in ("stop", "length"):
+            self._state.health.request_passed()
+            return request.stop
         if request.aborted:
             return "aborted"
+        if failure is None and request.stop == "interrupted":
+            return "interrupted"
         self._state.counters.retries += 1
-        return "lost"
+        return "lost"  # also if the server aborted it by itself
 
     def _record_failure(self, request: ActiveRequest, failure: ServerFailed) -> None:
         """Record the failure, or raise it if the server rejects the request."""
