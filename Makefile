@@ -7,8 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# How many processes run tests at once: `make test WORKERS=1` for one after the other.
-WORKERS ?= auto
+# How many processes run tests at once: `make test WORKERS=1` for one after the other. One more than there are cores,
+# because many tests wait for processes that they have started.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal --no-fold-skipped
 SLOWER := slow or alone or vllm or smollm2 or nightly or gpu

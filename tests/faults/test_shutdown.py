@@ -1,8 +1,8 @@
 """Signals and second runs: how soon a run ends and what it leaves behind.
 
-Tested elsewhere: one signal makes a checkpoint from which the run resumes, also when it is sent to the whole process
-group; children die with a killed controller; a second run in the same directory is rejected, naming the first
-(tests/system/test_training.py); the next run removes the shared memory of a killed one
+Tested elsewhere: one signal to the whole process group makes a checkpoint from which the run resumes; a second run in
+the same directory is rejected, naming the first (tests/system/test_training.py); children die with a killed controller
+(tests/runtime/test_cleanup.py, without models); the next run removes the shared memory of a killed one
 (tests/runtime/test_runtime_directory.py).
 """
 

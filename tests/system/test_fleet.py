@@ -38,6 +38,7 @@ def steps(run: Path) -> int:
     return len(read_lines(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.slow  # without processes: tests/controller/test_fleet_membership.py
 @pytest.mark.timeout(300)
 def test_an_engine_joins_serves_after_its_first_load_and_leaves_and_no_group_is_lost(tmp_path: Path) -> None:
     run = tmp_path / "run"

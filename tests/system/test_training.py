@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 import outpace as api
+from outpace.cli import main
 from outpace.errors import BadInput, ComponentFailed
 from outpace.run.plan import load_run_config
-from support import as_arguments, journalled, naming, read_lines, run_command, start_command
+from support import as_arguments, journalled, naming, read_lines, start_command
 
 Settings = dict[str, Any]
 
@@ -151,14 +152,8 @@ def test_a_deterministic_run_is_reproducible_with_lag_and_in_any_process_layout(
 # ------------------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize(
-    "victim",
-    [
-        "engine-0",
-        pytest.param("learner", marks=pytest.mark.nightly),
-        pytest.param("worker-0", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly  # of an engine: tests/faults/test_processes.py
+@pytest.mark.parametrize("victim", ["learner", "worker-0"])
 def test_a_killed_component_that_is_not_restarted_ends_the_run_with_its_name_and_no_orphans(
     settings: Settings, tmp_path: Path, victim: str
 ) -> None:
@@ -180,20 +175,8 @@ def _log_of(child: psutil.Process) -> str:
     return os.readlink(f"/proc/{child.pid}/fd/2")
 
 
-def test_children_die_with_a_killed_controller(settings: Settings, tmp_path: Path) -> None:
-    process = start_command("train", *as_arguments({**settings, "run.steps": 100000}))
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, process)
-    children = children_of(process.pid)
-    assert len(children) in (5, 6), "cleanup process, engine, learner, worker and one or two graders of the worker"
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
-
-
 def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_losing_a_task(
-    settings: Settings, tmp_path: Path
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal goes to the whole process group, as Ctrl-C in a terminal does."""
     run = tmp_path / "run"
@@ -208,12 +191,13 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_l
     assert f"outpace train --resume {run}" in err
     stopped_at = json.loads((run / "summary.json").read_text())["steps"]
     assert stopped_at < 36
-    result = run_command("train", "--resume", str(run))
-    assert result.returncode == 0, result.stderr
+    assert main(["train", "--resume", str(run), "--run.runtime=inline"]) == 0
     steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     assert steps == list(range(1, 37)), "every step once, in order, across the stop"
     assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
-    ledger = json.loads(run_command("ledger", str(run)).stdout)
+    capsys.readouterr()
+    assert main(["ledger", str(run)]) == 0
+    ledger = json.loads(capsys.readouterr().out)
     assert [row["trained"] for row in ledger["epochs"]] == [24, 24, 24]
     assert ledger["twice"] == ledger["never"] == []
 
