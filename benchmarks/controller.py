@@ -41,6 +41,7 @@ from outpace.monitoring.run_directory import RunLog
 from outpace.protocols import Engine, Learner, Worker
 from outpace.runtime import diagnostics, wire
 from outpace.runtime.cleanup import temporary_directory
+from outpace.runtime.components import ComponentSpec
 from outpace.runtime.rpc import Channel, close_proxy, ping_proxy, proxy
 from outpace.simulator.report import SimulationResult
 from outpace.simulator.run import SimulatedRun
@@ -161,6 +162,9 @@ class FixedRuntime:
     def __init__(self, proxies: dict[str, object]) -> None:
         self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
         self._proxies = proxies
+
+    def spec(self, name: str) -> ComponentSpec:
+        return ComponentSpec(name, factory="", protocol="")
 
     async def ping(self, name: str, deadline_s: float) -> bool:
         return await ping_proxy(self._proxies[name], deadline_s)

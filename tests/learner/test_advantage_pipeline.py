@@ -46,8 +46,8 @@ def examples(group: CollectedGroup, **settings: Any) -> list[tuple[Floats, dict[
 
 def test_gae_follows_from_given_values(scored: Callable[..., CollectedGroup]) -> None:
     group = scored(lambda count: {OLD_LOGP: -ramp(count), OLD_VALUES: ramp(count)})
-    chosen = {"algorithm__advantage": "gae", "algorithm__normalise": "none", "algorithm__gae_lambda": 0.9}
-    found = examples(group, **chosen, algorithm__gamma=0.95)
+    chosen = {"advantage__name": "gae", "advantage__normalizer": "none", "advantage__gae_lambda": 0.9}
+    found = examples(group, **chosen, advantage__gamma=0.95)
     for (advantages, extras), reward in zip(found, [1.0, 0.0], strict=True):
         values = ramp(len(advantages)).astype(np.float64)
         rewards = np.append(np.zeros(len(values) - 1), reward)
@@ -59,7 +59,7 @@ def test_gae_follows_from_given_values(scored: Callable[..., CollectedGroup]) ->
 def test_kl_in_the_reward_follows_from_given_logprobs(scored: Callable[..., CollectedGroup]) -> None:
     group = scored(lambda count: {OLD_LOGP: -ramp(count), REFERENCE_LOGP: -2 * ramp(count)})
     kl = {"kl__coefficient": 0.5, "kl__place": "reward", "kl__estimator": "k1"}
-    found = examples(group, **kl, algorithm__advantage="dr_grpo")
+    found = examples(group, **kl, advantage__name="dr_grpo")
     totals = [reward - 0.5 * float(ramp(len(row)).sum()) for (row, _), reward in zip(found, [1.0, 0.0], strict=True)]
     for (advantages, _), total in zip(found, totals, strict=True):
         np.testing.assert_allclose(advantages, total - sum(totals) / 2, rtol=1e-5)

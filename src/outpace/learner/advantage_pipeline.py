@@ -79,7 +79,7 @@ class AdvantagePipeline:
         advantage = config.advantage
         self._credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
         self._normalizer = configured_normalizer(advantage)
-        self._has_critic = config.critic.coefficient is not None
+        self._has_critic = self._credit.estimator.registration.critic
         masks = configured_masks(config.correction).values()
         self._masks = [mask for mask in masks if mask.registration.scope == "batch"]
 
