@@ -173,7 +173,8 @@ async def test_an_interrupted_request_returns_to_its_engine_at_once_however_ofte
     for _ in range(times):
         first.end("0.0.0", 1, "interrupted")
         await asyncio.sleep(0)
-        await first.wait_for("0.0.0")
+        async with asyncio.timeout(30):
+            await first.wait_for("0.0.0")
     first.end("0.0.0", 1, "length")
     assert is_complete(await answer, times + 1)
     assert other(first, (one, another)).received == []
