@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -134,3 +134,26 @@ def test_a_process_belongs_to_a_tree_only_if_its_own_mark_starts_with_that_of_th
         found = process_table.ProcessTable().find({mark: {}, process_table.new_mark(mark): {}})
         process.kill()
     assert [sorted(pids) for pids in found.values()] == [[process.pid] if foreign.startswith("{") else [], []]
+
+
+def test_a_killed_process_that_lost_its_mark_but_has_not_ended_counts_as_left(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dying process loses its environment first. Here it takes two passes to die."""
+    passes: list[int] = []
+
+    class SlowDeath(process_table.ProcessTable):
+        def find(self, trees: Mapping[str, Mapping[int, str]]) -> dict[str, set[int]]:
+            passes.append(len(passes))
+            if len(passes) == 1:
+                return super().find(trees)
+            (mark,) = trees
+            return {mark: super().find({"lost": trees[mark]})["lost"]}
+
+        def kill(self, pids: Collection[int]) -> dict[int, str]:
+            return super().kill(pids) if len(passes) > 2 else {pid: self.start(pid) for pid in pids}
+
+    leader, mark, child = start(stays=False)
+    monkeypatch.setattr(process_tree, "ProcessTable", SlowDeath)
+    assert process_tree.end_process_tree(leader.pid, mark)
+    assert is_gone(child)
