@@ -7,13 +7,39 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from outpace.errors import BadInput, ComponentFailed
 from outpace.runtime.components import ComponentSpec, Runtime
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended. A zombie has ended and only waits to be reaped."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        time.sleep(0.002)
+
+
+async def noted_pids(note: Path, count: int = 1) -> list[int]:
+    """Wait until processes have written `count` lines to `note`, and return the numbers in them."""
+
+    def written() -> list[str]:
+        return note.read_text().splitlines() if note.exists() else []
+
+    await asyncio.to_thread(until, lambda: len(written()) >= count)
+    return [int(line) for line in written()]
 
 
 class Toy(Protocol):

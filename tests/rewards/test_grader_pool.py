@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
 from pathlib import Path
@@ -25,6 +24,7 @@ from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.runtime.process_table import MARK_VARIABLE
 from outpace.runtime.references import load_function
+from runtime_support import is_gone, noted_pids, until
 from support import naming
 
 FILE = Path(__file__).parent / "misbehaving.py"
@@ -75,31 +75,6 @@ def grader_processes() -> list[int]:
         except psutil.Error:
             continue
     return found
-
-
-async def lines(note: Path, count: int = 1) -> list[int]:
-    """Wait until processes have written `count` lines to `note`, and return the numbers."""
-
-    def written() -> list[str]:
-        return note.read_text().splitlines() if note.exists() else []
-
-    await until(lambda: len(written()) >= count)
-    return [int(line) for line in written()]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    def wait() -> None:
-        while not holds():
-            time.sleep(0.002)
-
-    await asyncio.to_thread(wait)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture
@@ -202,14 +177,14 @@ async def test_a_process_that_hangs_is_killed_at_the_timeout_and_replaced(make_p
     assert has(str(error), "hangs", "1 s", "samples 0 to 1"), error
     assert await totals(pool, "good") == [3.0, 3.0]
     await pool.close()
-    assert [is_gone(pid) for pid in await lines(note)] == [True]
+    assert [is_gone(pid) for pid in await noted_pids(note)] == [True]
 
 
 async def test_a_hanging_call_does_not_affect_concurrent_calls(make_pool: MakePool, tmp_path: Path) -> None:
     note = tmp_path / "note"
     pool = make_pool("hangs", "pid")
     hanging = asyncio.create_task(failure(pool, "hangs", timeout_s=1.0, note=str(note)))
-    await lines(note)
+    await noted_pids(note)
     first = await totals(pool, "pid")
     await hanging
     assert await totals(pool, "pid") == first
@@ -220,7 +195,7 @@ async def test_an_idle_process_that_was_killed_is_replaced(make_pool: MakePool) 
     (before, _) = await totals(pool, "pid")
     assert before is not None
     os.kill(int(before), signal.SIGKILL)
-    await until(lambda: not psutil.pid_exists(int(before)))
+    await asyncio.to_thread(until, lambda: not psutil.pid_exists(int(before)))
     await asyncio.sleep(0.05)  # the event loop is notified a moment later
     (after, _) = await totals(pool, "pid")
     assert after != before
@@ -277,7 +252,7 @@ async def test_no_descendant_survives_a_call(make_pool: MakePool, tmp_path: Path
         assert await totals(pool, "has_children", note=str(note), end=end) == [1.0, 1.0]
     else:
         await failure(pool, "has_children", timeout_s=2.0, note=str(note), end=end)
-    descendants = await lines(note, 3)
+    descendants = await noted_pids(note, 3)
     await pool.close()
     assert [is_gone(pid) for pid in descendants] == [True] * 3
 
@@ -287,10 +262,10 @@ async def test_continuously_forking_processes_are_killed(make_pool: MakePool, tm
     pool = make_pool("reproduces")
     await failure(pool, "reproduces", timeout_s=1.0, note=str(note))
     await pool.close()
-    generations = await lines(note)
+    generations = await noted_pids(note)
     assert len(generations) > 10
     await asyncio.sleep(0.2)  # time for many more generations
-    assert await lines(note) == generations
+    assert await noted_pids(note) == generations
 
 
 async def test_the_reply_of_a_forked_copy_is_ignored(make_pool: MakePool) -> None:
@@ -314,7 +289,7 @@ asyncio.run(main())
 async def test_a_grader_ends_with_its_parent(tmp_path: Path) -> None:
     note = tmp_path / "note"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, reference("hangs"), str(note))
-    (grader,) = await lines(note)
+    (grader,) = await noted_pids(note)
     process = psutil.Process(grader)
     parent.kill()
     await parent.wait()
@@ -329,9 +304,9 @@ async def test_calls_run_concurrently_up_to_the_number_of_workers(make_pool: Mak
     pool = make_pool("waits_for", workers=2)
     gate, note = tmp_path / "gate", tmp_path / "note"
     calls = [asyncio.create_task(totals(pool, "waits_for", gate=str(gate), note=str(note))) for _ in range(5)]
-    await lines(note, 2)
+    await noted_pids(note, 2)
     await asyncio.sleep(0.1)  # time for a third call to start, if there were no limit
-    assert len(await lines(note, 2)) == 2
+    assert len(await noted_pids(note, 2)) == 2
     gate.touch()
     assert len({answer[0] for answer in await asyncio.gather(*calls)}) == 2
 
@@ -342,7 +317,7 @@ async def test_queued_calls_run_in_fifo_order_and_queue_time_does_not_count_towa
     pool = make_pool("waits_for", "good", workers=1)
     gate, note = tmp_path / "gate", tmp_path / "note"
     first = asyncio.create_task(totals(pool, "waits_for", gate=str(gate), note=str(note)))
-    await lines(note)
+    await noted_pids(note)
     order: list[int] = []
 
     async def waiting(number: int) -> None:
@@ -360,7 +335,7 @@ async def test_cancelling_a_call_ends_it_and_its_process_at_once(make_pool: Make
     note = tmp_path / "note"
     pool = make_pool("hangs", "good", workers=1)
     running = asyncio.create_task(grade_with(pool, "hangs", note=str(note)))
-    (grader,) = await lines(note)
+    (grader,) = await noted_pids(note)
     running.cancel()
     await asyncio.wait({running})
     assert running.cancelled()
@@ -384,7 +359,7 @@ async def test_closing_ends_running_calls_and_rejects_new_ones(make_pool: MakePo
     note = tmp_path / "note"
     pool = make_pool("hangs")
     running = asyncio.create_task(failure(pool, "hangs", note=str(note)))
-    await lines(note)
+    await noted_pids(note)
     await pool.close()
     assert has(str(await running), "hangs", "SIGKILL")
     assert "closed" in str(await failure(pool, "hangs", note=str(note)))

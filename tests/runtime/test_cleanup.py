@@ -10,8 +10,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from outpace.runtime import cleanup_process
 from outpace.runtime.cleanup import CleanupProcess, RuntimeDirectory, SessionNote
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.process_table import process_start_time
-from runtime_support import ENVIRONMENT, start_toy
+from runtime_support import ENVIRONMENT, is_gone, start_toy, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,13 +72,8 @@ def read_facts(controller: subprocess.Popen[str]) -> tuple[list[psutil.Process],
     return tree, psutil.Process(facts["cleanup"]), [Path(directory) for directory in facts["directories"]]
 
 
-def until(true: Callable[[], bool]) -> None:
-    while not true():
-        time.sleep(0.02)
-
-
 def gone(processes: list[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return all(is_gone(process.pid) for process in processes)
 
 
 def test_after_sigkill_of_the_controller_no_process_and_no_directory_is_left(
@@ -215,33 +208,6 @@ def test_a_directory_replaced_by_a_symlink_during_removal_is_not_followed(
     assert [stat.S_IMODE(place.stat().st_mode) for place in places] == [0o755, 0o755]
 
 
-@pytest.mark.parametrize("has_ended", [True, False])
-def test_the_pid_of_a_component_that_has_ended_is_not_killed(
-    has_ended: bool, bystander: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    cleanup = CleanupProcess(tmp_path / "index")
-    mark = cleanup.new_mark()
-    cleanup.watch(mark, bystander.pid)
-    if has_ended:
-        cleanup.sweep(mark)
-    cleanup.dismiss()
-    assert (bystander.poll() is None) == has_ended
-
-
-def test_no_two_processes_share_a_mark(tmp_path: Path) -> None:
-    cleanup = CleanupProcess(tmp_path / "index")
-    marks = [cleanup.new_mark() for _ in range(12)]
-    cleanup.dismiss()
-    assert not any(one in other for one in marks for other in marks if one is not other)
-
-
-def test_a_pid_reused_by_another_process_is_left_alone(bystander: subprocess.Popen[bytes]) -> None:
-    cleanup_process.kill_run_processes({bystander.pid: "long ago"}, "unused mark", "/nowhere")
-    assert bystander.poll() is None
-    cleanup_process.kill_run_processes({bystander.pid: process_start_time(bystander.pid)}, "unused mark", "/nowhere")
-    assert bystander.wait() == -signal.SIGKILL
-
-
 LEADER = """
 import subprocess, time
 print(subprocess.Popen(["sleep", "60"], env={}, stdout=subprocess.DEVNULL).pid, flush=True)
@@ -263,10 +229,8 @@ def test_processes_that_lost_the_mark_are_found_by_their_recorded_session(tmp_pa
     leader.kill()
     leader.communicate(timeout=20)
     cleanup.sweep(mark)
-    psutil.wait_procs([worker], timeout=20)
-    gone = not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone([worker]))
     cleanup.dismiss()
-    assert gone
 
 
 def test_a_recorded_session_id_reused_by_another_process_is_left_alone(
@@ -275,9 +239,9 @@ def test_a_recorded_session_id_reused_by_another_process_is_left_alone(
     (tmp_path / f"mark.{bystander.pid}.1").touch()
     (tmp_path / f"another.{bystander.pid}.{process_start_time(bystander.pid)}").touch()
     (tmp_path / "mark.not a pid.1").touch()
-    cleanup_process.kill_run_processes({}, "mark.", str(tmp_path))
+    cleanup_process.kill_run_processes("mark.", str(tmp_path))
     assert bystander.poll() is None
-    cleanup_process.kill_run_processes({}, "another.", str(tmp_path))
+    cleanup_process.kill_run_processes("another.", str(tmp_path))
     assert bystander.wait() == -signal.SIGKILL
     assert [note.name for note in tmp_path.iterdir()] == ["mark.not a pid.1"], "notes of dead sessions are removed"
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,14 +14,9 @@ import pytest
 from outpace.errors import ComponentFailed, ComponentLost
 from outpace.runtime.components import BROKEN_PREFIX
 from outpace.runtime.local import LocalRuntime
-from runtime_support import start_toy
+from runtime_support import start_toy, until
 
 pytestmark = pytest.mark.timeout(120)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    while not true():  # noqa: ASYNC110 - the condition depends on another process
-        await asyncio.sleep(0.01)
 
 
 async def test_a_death_is_reported_with_its_exit_code_and_last_output(runtime: LocalRuntime) -> None:
@@ -130,7 +124,7 @@ async def test_a_dump_shows_tasks_threads_and_a_blocked_event_loop(runtime: Loca
     idle, stuck, halted = [await start_toy(runtime, name) for name in ("idle", "stuck", "halted")]
     halting = psutil.Process(await halted.pid())
     calls = [asyncio.create_task(call) for call in (idle.wait(), stuck.block(60), halted.stop_itself())]
-    await until(lambda: halting.status() == psutil.STATUS_STOPPED)
+    await asyncio.to_thread(until, lambda: halting.status() == psutil.STATUS_STOPPED)
     dump = await runtime.dump()
     assert "idle: wait" in dump.partition("\n\n")[0]
     assert "runtime_support.wait:" in dump

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from outpace.runtime import process_table, process_tree
+from runtime_support import is_gone, until
+
+pytestmark = pytest.mark.timeout(120)
 
 STRAY = """
 import os, subprocess, sys, time
@@ -54,29 +55,13 @@ def start() -> Iterator[Start]:
         leader.stdout.close()
 
 
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def ends(pid: int) -> bool:
-    """Whether the process ends soon: a killed process may take a while on a busy machine."""
-    for _ in range(500):
-        if not lives(pid):
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.mark.parametrize(("stays", "marked"), [(True, True), (False, True), (True, False)])
 def test_processes_that_left_the_process_group_are_killed_too(stays: bool, marked: bool, start: Start) -> None:
     leader, mark, child = start(stays, marked)
-    assert lives(child)
+    assert not is_gone(child)
     assert process_tree.end_process_tree(leader.pid, mark)
-    assert ends(child)
-    assert not lives(leader.pid)
+    until(lambda: is_gone(child))
+    assert is_gone(leader.pid)
 
 
 def test_process_trees_ended_at_the_same_moment_share_their_scans(
@@ -96,7 +81,7 @@ def test_process_trees_ended_at_the_same_moment_share_their_scans(
     ended = [process_tree._tree_killer.submit(leader.pid, mark) for leader, mark, _ in trees]
     all_submitted.set()
     assert all(one.result() for one in ended)
-    assert not any(lives(child) or lives(leader.pid) for leader, _, child in trees)
+    assert all(is_gone(child) and is_gone(leader.pid) for leader, _, child in trees)
     assert max(map(len, scans)) >= len(trees) - 1
     assert len(scans) < len(trees)
 
@@ -111,7 +96,7 @@ async def test_ending_a_tree_needs_no_executor_thread_and_survives_cancellation(
     await asyncio.sleep(0)
     waiting.cancel()
     assert await process_tree.end_process_tree_async(leader.pid, mark)
-    assert not lives(child)
+    assert is_gone(child)
     assert not busy.done()
     free.set()
 
@@ -123,7 +108,7 @@ def test_a_failed_scan_raises_and_the_next_call_works(start: Start, monkeypatch:
         with pytest.raises(ZeroDivisionError):
             process_tree.end_process_tree(leader.pid, mark)
     assert process_tree.end_process_tree(leader.pid, mark)
-    assert ends(child)
+    until(lambda: is_gone(child))
 
 
 def test_a_mark_extends_the_mark_of_the_parent_and_ignores_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +134,26 @@ def test_a_process_belongs_to_a_tree_only_if_its_own_mark_starts_with_that_of_th
         found = process_table.ProcessTable().find({mark: {}, process_table.new_mark(mark): {}})
         process.kill()
     assert [sorted(pids) for pids in found.values()] == [[process.pid] if foreign.startswith("{") else [], []]
+
+
+def test_a_killed_process_that_lost_its_mark_but_has_not_ended_counts_as_left(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dying process loses its environment first. Here it takes two passes to die."""
+    passes: list[int] = []
+
+    class SlowDeath(process_table.ProcessTable):
+        def find(self, trees: Mapping[str, Mapping[int, str]]) -> dict[str, set[int]]:
+            passes.append(len(passes))
+            if len(passes) == 1:
+                return super().find(trees)
+            (mark,) = trees
+            return {mark: super().find({"lost": trees[mark]})["lost"]}
+
+        def kill(self, pids: Collection[int]) -> dict[int, str]:
+            return super().kill(pids) if len(passes) > 2 else {pid: self.start(pid) for pid in pids}
+
+    leader, mark, child = start(stays=False)
+    monkeypatch.setattr(process_tree, "ProcessTable", SlowDeath)
+    assert process_tree.end_process_tree(leader.pid, mark)
+    assert is_gone(child)

@@ -32,18 +32,15 @@ from outpace.runtime.user_code import (
     ProcessPool,
     UserCodeDied,
     UserCodeKilled,
-    UserCodeKind,
     UserCodeProcess,
 )
-
-GRADER_KIND = UserCodeKind("outpace.rewards.grader_process", Grader, "a reward function")
 
 
 class GraderProcess:
     """Handle of one grader process."""
 
     def __init__(self, memory_mb: int | None = None) -> None:
-        self._process = UserCodeProcess(GRADER_KIND, memory_mb)
+        self._process = UserCodeProcess("outpace.rewards.grader_process", Grader, "a reward function", memory_mb)
         self._loaded: set[str] = set()
 
     @property

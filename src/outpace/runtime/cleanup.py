@@ -82,12 +82,6 @@ class CleanupProcess:
         """Return the environment variables by which the descendants of that process are found."""
         return {MARK_VARIABLE: mark, SESSIONS_VARIABLE: str(self._index)}
 
-    def watch(self, mark: str, pid: int) -> None:
-        """Register a component process that has just started. Its start time is looked up now, because its pid may be
-        reused later."""
-        if start := process_start_time(pid):  # empty: it has already ended
-            self._send(f"child {mark} {pid} {start}")
-
     def sweep(self, mark: str) -> None:
         """Kill everything that a dead component process has started."""
         self._send(f"sweep {mark}")
@@ -113,7 +107,7 @@ class CleanupProcess:
 
 def clean_up_run(mark: str, index: Path) -> None:
     """Do the work of the cleanup process, for a run whose cleanup process was killed. Blocks."""
-    cleanup_process.kill_run_processes({}, mark, str(index))
+    cleanup_process.kill_run_processes(mark, str(index))
     cleanup_process.remove_directory(str(index))
 
 

@@ -241,8 +241,6 @@ class LocalRuntime:
             component.mark = self._cleanup.new_mark()
             environment = environment | self._cleanup.marked(component.mark)
         process = component.process = await ComponentProcess.launch(component.spec, environment, log, mode)
-        if self._cleanup is not None:
-            self._cleanup.watch(component.mark, process.child.pid)
         try:
             await process.send_spec()
         except BaseException:  # `send_spec` has killed it

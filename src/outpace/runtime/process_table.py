@@ -27,7 +27,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 MARK_VARIABLE = "OUTPACE_PROCESS_MARK"
 """Environment variable that holds the mark."""
@@ -82,14 +82,18 @@ class ProcessTable:
             found[mark].discard(os.getpid())
         return found
 
-    def kill(self, pids: Iterable[int]) -> None:
-        """Kill processes of this table, unless their pid was reused meanwhile."""
+    def kill(self, pids: Collection[int]) -> dict[int, str]:
+        """Kill processes of this table, unless their pid was reused meanwhile. Returns their start times.
+
+        Look for them by these in the next table: a dying process loses its environment, and so its mark, before it has
+        ended."""
         for pid in pids:
             try:
                 if process_start_time(pid) == self.start(pid):
                     os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue  # it has ended, or belongs to another user
+        return {pid: self.start(pid) for pid in pids}
 
     def _add_members(self, found: set[int], leaders: list[int]) -> None:
         """Add the live leaders and everything below them."""

@@ -47,7 +47,7 @@ class _ProcessTree:
     leader: int
     mark: str
     ended: Future[bool] = field(default_factory=Future)
-    start: str = ""  # of the leader, looked up in the first pass: later the pid may have been reused
+    known: dict[int, str] = field(default_factory=dict)  # pids found so far, with start times: a pid may be reused
     passes: int = 0
 
 
@@ -101,14 +101,14 @@ def _kill_once(trees: list[_ProcessTree]) -> None:
     table = ProcessTable()
     for tree in trees:
         if tree.passes == 0:
-            tree.start = table.start(tree.leader)
-    found = table.find({tree.mark: {tree.leader: tree.start} for tree in trees})
+            tree.known = {tree.leader: table.start(tree.leader)}
+    found = table.find({tree.mark: tree.known for tree in trees})
     for tree in trees:
         pids = found[tree.mark]
         if pids and tree.passes == 0:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(tree.leader, signal.SIGKILL)
-        table.kill(pids)
+        tree.known |= table.kill(pids)
         tree.passes += 1
         if not pids or tree.passes == PASSES:
             tree.ended.set_result(not pids)

@@ -22,7 +22,6 @@ import math
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from outpace.errors import ComponentFailed, ComponentLost, one_line
@@ -66,23 +65,19 @@ P = TypeVar("P")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class UserCodeKind(Generic[P]):
-    """A kind of process: the module it runs, the protocol it serves, and the name of its code in messages."""
-
-    module: str
-    protocol: type[P]
-    code_of: str
-    max_answer: int = 1 << 22
-
-
 class UserCodeProcess(Generic[P]):
     """Parent side of a process that runs user code."""
 
-    def __init__(self, kind: UserCodeKind[P], memory_mb: int | None = None) -> None:
-        """`memory_mb` limits the address space of the process."""
-        self._kind = kind
+    def __init__(
+        self, module: str, protocol: type[P], whose: str, memory_mb: int | None, max_answer: int = 1 << 22
+    ) -> None:
+        """Start `python -m module`, which serves `protocol`. `whose` names its code in messages, `memory_mb` limits its
+        address space, `max_answer` the bytes of a reply."""
+        self._module = module
+        self._protocol = protocol
+        self._whose = whose
         self._memory_mb = memory_mb or 0
+        self._max_answer = max_answer
         self._mark = new_mark()
         self._sound = True
         # In its own task, so that cancelling a waiting caller leaves no half-started process.
@@ -130,10 +125,10 @@ class UserCodeProcess(Generic[P]):
         await asyncio.wait({self._starting})
         if not self._started():
             return
-        detach_proxy(self._remote, ComponentLost(self._kind.code_of, "was ended"))
+        detach_proxy(self._remote, ComponentLost(self._whose, "was ended"))
         if patience_s:
             await self._child.gone(patience_s)
-        await self._child.end(self._mark, self._kind.code_of)
+        await self._child.end(self._mark, self._whose)
         await self._output.finish()
 
     def _started(self) -> bool:
@@ -143,9 +138,9 @@ class UserCodeProcess(Generic[P]):
         reading, writing = os.pipe()
         try:
             self._child = await ChildProcess.start(
-                self._kind.module, str(self._memory_mb),
+                self._module, str(self._memory_mb),
                 environment={**child_environment(1), MARK_VARIABLE: self._mark}, output=writing, new_session=True,
-                max_frame=self._kind.max_answer,
+                max_frame=self._max_answer,
             )  # fmt: skip
         except BaseException:
             os.close(reading)
@@ -153,13 +148,13 @@ class UserCodeProcess(Generic[P]):
         finally:
             os.close(writing)
         try:
-            self._output = await ProcessOutput.of(reading, self._kind.code_of)
+            self._output = await ProcessOutput.of(reading, self._whose)
         except BaseException:
             self._child.kill()
             raise
-        self._remote = proxy(self._kind.protocol, self._child.channel, self._kind.code_of, math.inf, UserCodeError)
+        self._remote = proxy(self._protocol, self._child.channel, self._whose, math.inf, UserCodeError)
         # Pending calls fail when the process ends, even if a forked copy of it holds the socket open.
-        lost = ComponentLost(self._kind.code_of, "has ended")
+        lost = ComponentLost(self._whose, "has ended")
         self._child.ended.add_done_callback(lambda _: detach_proxy(self._remote, lost))
 
     async def _death(self) -> UserCodeDied:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from outpace.rollouts.environments.session import (
 from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.types import Task
+from runtime_support import is_gone, noted_pids, until
 from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
@@ -44,31 +45,6 @@ def inventory() -> tuple[int, int, int]:
     """Children, tasks and descriptors of this process."""
     me = psutil.Process()
     return len(me.children(recursive=True)), len(asyncio.all_tasks()), me.num_fds()
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    def wait() -> None:
-        while not holds():
-            time.sleep(0.002)
-
-    await asyncio.to_thread(wait)
-
-
-async def noted_pids(note: Path, count: int = 1) -> list[int]:
-    """The process ids in a note, once there are `count` of them."""
-
-    def written() -> list[str]:
-        return note.read_text().splitlines() if note.exists() else []
-
-    await until(lambda: len(written()) >= count)
-    return [int(line) for line in written()]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -120,7 +96,7 @@ async def test_a_fault_ends_only_its_own_episode_and_the_process_is_replaced(
     following = await opened(sessions)
     assert await following.call("fine", {}) != pid
     await following.close()
-    await until(lambda: is_gone(pid))
+    await asyncio.to_thread(until, lambda: is_gone(pid))
 
 
 @pytest.mark.parametrize(("fault", "words"), [("leave", "code 3"), ("kill", "SIGKILL")])
@@ -139,7 +115,7 @@ async def test_an_idle_process_that_was_killed_is_replaced(sessions: Environment
     await session.close()
     process = psutil.Process(pid)
     process.kill()
-    await until(lambda: not process.is_running())
+    await asyncio.to_thread(until, lambda: not process.is_running())
     await asyncio.sleep(0.05)  # the event loop notices a moment later
     session = await opened(sessions)
     assert await session.call("fine", {}) != pid
@@ -153,7 +129,7 @@ async def test_no_child_process_survives_its_environment(sessions: EnvironmentSe
         await session.call("breed", {})
     await session.close()
     for pid in await noted_pids(note, 2):
-        await until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+        await asyncio.to_thread(until, lambda pid=pid: is_gone(pid))  # type: ignore[misc]
 
 
 async def test_a_cancelled_episode_ends_its_process_at_once(tmp_path: Path) -> None:
@@ -167,7 +143,7 @@ async def test_a_cancelled_episode_ends_its_process_at_once(tmp_path: Path) -> N
     hanging.cancel()
     await asyncio.wait({hanging})
     await session.close()
-    await until(lambda: is_gone(pid))
+    await asyncio.to_thread(until, lambda: is_gone(pid))
     await sessions.close()
 
 

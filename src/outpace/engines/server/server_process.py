@@ -123,7 +123,7 @@ class ServerProcess:
         """Launch a server with this environment and a private directory inside TMPDIR. Raises `BadInput` if the program
         or TMPDIR does not exist."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        mark = new_mark()
+        mark = new_mark(env.get(MARK_VARIABLE))
         directory = temporary_directory("server", env.get("TMPDIR"))
         try:
             env = {

@@ -42,7 +42,7 @@ from outpace.runtime import async_tools
 from outpace.runtime.async_tools import TimeLimitError, is_own_cancellation, with_time_limit
 from outpace.runtime.by_value import UserCodeSource, encode_values
 from outpace.runtime.rpc import RpcFailure, qualified_name
-from outpace.runtime.user_code import LOAD_LIMIT_S, UserCodeDied, UserCodeError, UserCodeKind, UserCodeProcess
+from outpace.runtime.user_code import LOAD_LIMIT_S, UserCodeDied, UserCodeError, UserCodeProcess
 
 T = TypeVar("T")
 
@@ -148,15 +148,12 @@ def _copied(value: Any) -> Any:
         return value
 
 
-ENVIRONMENT_KIND = UserCodeKind(
-    "outpace.rollouts.environments.child", Environment, "an environment", max_answer=2 * MAX_RESULT
-)
-
-
 class ProcessEnvironmentHost:
     def __init__(self, source: UserCodeSource, setting: str, memory_mb: int | None = None) -> None:
         """`setting` is the setting that named the class."""
-        self._process = UserCodeProcess(ENVIRONMENT_KIND, memory_mb)
+        self._process = UserCodeProcess(
+            "outpace.rollouts.environments.child", Environment, "an environment", memory_mb, max_answer=2 * MAX_RESULT
+        )
         self._loading = asyncio.create_task(self._load(source, setting))
         self.instance: object | None = None
         self.made = False
