@@ -162,7 +162,7 @@ def draw(seed: int, count: int, only: str = "") -> list[Mutation]:
 
 def run_tests(home: Path, tests: Sequence[str], limit_s: float) -> str:
     """Run tests until the first failure: "caught by" the test, "survived", "error" or "time limit"."""
-    words = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-seed=0"]
+    words = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     command = [sys.executable, "-m", "pytest", *words, "-m", f"not ({SLOWER})", *tests]
     environment = {**os.environ, "PYTHONPATH": str(home / "src"), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as output:

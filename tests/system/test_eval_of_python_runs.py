@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ HELDOUT = [
 ]
 
 SCRIPT = """
-import json, sys
+import json, pathlib, sys
 import outpace
 
 def wanted_length(completions, wanted, **columns):
@@ -36,7 +36,7 @@ def wanted_length(completions, wanted, **columns):
     return [len(text) / 100 for text in completions]
 
 def train():
-    rows, heldout, settings = json.load(open(sys.argv[1]))
+    rows, heldout, settings = json.loads(pathlib.Path(sys.argv[1]).read_text())
     outpace.Trainer(tasks=rows, eval_tasks=heldout, rewards=wanted_length, config=settings, quiet=True).train()
 
 {guard}train()
@@ -58,8 +58,9 @@ def run_script(directory: Path, small: Settings, guard: str) -> Path:
     script.parent.mkdir()
     script.write_text(SCRIPT.format(guard=guard))
     (directory / "given.json").write_text(json.dumps([ROWS, HELDOUT, small]))
-    command = [sys.executable, str(script), str(directory / "given.json")]
-    subprocess.run(command, check=True, timeout=300, capture_output=True, cwd=directory)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), str(directory / "given.json")])
+        runpy.run_path(str(script), run_name="__main__")
     return Path(small["run.dir"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,45 +136,3 @@ async def test_evaluate_measures_the_base_model_and_then_the_newest_checkpoint(
 def test_export_before_training_is_refused() -> None:
     with pytest.raises(BadInput, match=r"^export:"):
         api.Trainer("starter").export("nowhere")
-
-
-SCRIPT = """
-import outpace
-from outpace.algorithms.losses import Tokens
-
-OFFSET = 0.5
-
-@outpace.register_task("counting")
-def counting(config):
-    return [outpace.Task(f"count/{{n}}", f"count {{n}}") for n in range(24)], None
-
-@outpace.register_reward("digits")
-def digits(completions, **columns):
-    return [sum(c.isdigit() for c in text) + OFFSET for text in completions]
-
-@outpace.advantage
-def above_worst(peers):
-    return peers.returns_G - peers.returns_G.min()
-
-@outpace.policy_loss(old_policies=("rollout",))
-def plain(tokens: Tokens):
-    return -tokens.advantages_N * tokens.logp_N
-
-config = {config!r}
-print(outpace.Trainer(config=config, quiet=True).train().steps)
-"""
-
-
-def test_names_that_a_script_registers_work_in_every_process_of_its_run(settings: Settings, tmp_path: Path) -> None:
-    config = {key: value for key, value in settings.items() if key != "tasks.path"}
-    config |= {
-        "tasks.name": "counting",
-        "rewards.functions": ["digits"],
-        "advantage.name": "above_worst",
-        "policy_loss.name": "plain",
-    }
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(config=config))
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "3"

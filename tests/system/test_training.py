@@ -135,10 +135,11 @@ def test_a_deterministic_run_is_reproducible_with_lag_and_in_any_process_layout(
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
+    rows = read_lines(Path(config.pop("tasks.path")))
     results = []
     for runtime in ("inline", "inline", "local"):
         run = tmp_path / f"run-{len(results)}"
-        api.Trainer(config={**config, "run.dir": str(run), "run.runtime": runtime}, quiet=True).train()
+        api.Trainer(tasks=rows, config={**config, "run.dir": str(run), "run.runtime": runtime}, quiet=True).train()
         losses = [line["loss/policy"] for line in read_lines(run / "metrics.jsonl")]
         tokens = {
             group: [row.tokens.tolist() for row in record.rows] for group, record in journalled(run / "journal").items()
@@ -286,41 +287,53 @@ def test_a_second_run_on_the_same_directory_is_refused_naming_the_first(settings
 SCRIPT = """
 import asyncio
 import outpace
+from outpace.algorithms.losses import Tokens
 
-def digits(prompts, completions, **columns):
-    return [float(sum(c.isdigit() for c in text)) + bonus for text in completions]
+OFFSET = 0.5
 
-bonus = 0.5
+@outpace.register_task("counting")
+def counting(config):
+    return [outpace.Task(f"count/{{n}}", f"count {{n}}") for n in range(24)], None
+
+@outpace.register_reward("digits")
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) + OFFSET for text in completions]
+
+@outpace.advantage
+def above_worst(peers):
+    return peers.returns_G - peers.returns_G.min()
+
+@outpace.policy_loss(anchors=("rollout",))
+def plain(tokens: Tokens):
+    return -tokens.advantages_N * tokens.logp_N
+
+def letters(prompts, completions, **columns):
+    return [sum(c.isalpha() for c in text) + OFFSET for text in completions]
 
 async def twice(task, client):
     await client.sample(task.prompt)
     client.observe("again")
     await client.sample()
 
-def train(name, **more):
-    config = {config!r}
-    trainer = outpace.Trainer(tasks=[{{"prompt": f"count {{n}}"}} for n in range(40)], rewards=digits,
-                              config={{**config, "run.dir": config["run.dir"] + name}}, quiet=True, **more)
-    return trainer.train()
-
 async def in_a_loop():
-    return train("a", rollout=twice)
+    return outpace.Trainer(rewards=[letters, "digits"], rollout=twice, config={config!r}, quiet=True).train()
 
 print(asyncio.run(in_a_loop()).steps)
 """
 
 
-def test_functions_defined_in_main_work_and_so_does_training_inside_a_running_loop(
+def test_functions_and_registered_names_of_a_script_work_in_every_process_and_inside_a_running_loop(
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
+    config |= {"tasks.name": "counting", "algorithm.advantage": "above_worst", "algorithm.surrogate": "plain"}
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(config=config))
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "3"
-    with pytest.raises(BadInput, match=r"\(tasks, rewards, rollout\)"):
-        load_run_config(Path(f"{settings['run.dir']}a"), [])
+    with pytest.raises(BadInput, match=r"\(rewards, rollout, registered names\)"):
+        load_run_config(Path(settings["run.dir"]), [])
 
 
 async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:
