@@ -164,7 +164,7 @@ class TaskStream(Protocol):
     """Tasks that arrive during the run, each used once. Every process of the run may build the object; only the
     controller calls it."""
 
-    def take(self, number: int, /) -> Task | None:
+    def next_task(self, number: int, /) -> Task | None:
         """Return task `number`, counted from 0 over all starts of the run; None: there are no more.
 
         Called in order, on a thread; may block until there is a task. What it returns is journaled before it is used:

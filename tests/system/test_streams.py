@@ -19,7 +19,7 @@ class Numbers:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def take(self, number: int, /) -> Task | None:
+    def next_task(self, number: int, /) -> Task | None:
         self.asked.append(number)
         return Task(f"t{number}", f"say {number}") if number < TASKS else None
 

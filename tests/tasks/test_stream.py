@@ -38,7 +38,7 @@ class Counted:
         self.count = count
         self.asked: list[int] = []
 
-    def take(self, number: int, /) -> Task | None:
+    def next_task(self, number: int, /) -> Task | None:
         self.asked.append(number)
         return task(number) if number < self.count else None
 
@@ -159,8 +159,13 @@ async def test_the_feed_takes_no_more_than_one_batch_ahead(tmp_path: Path) -> No
 
 
 class Failing:
-    def take(self, number: int, /) -> Task | None:
+    def next_task(self, number: int, /) -> Task | None:
         raise ConnectionError("the queue is down")
+
+
+def test_a_dataset_with_a_length_is_not_mistaken_for_a_stream() -> None:
+    datasets = pytest.importorskip("datasets")
+    assert not isinstance(datasets.Dataset.from_list([{"prompt": "a"}]), TaskStream)
 
 
 async def test_an_error_of_the_stream_names_the_task_and_the_cause(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Task feed: takes tasks from a stream as the run needs them.
 
-scheduler has issued nearly all ─▶ TaskStream.take, on a thread ─▶ journal ─▶ TasksAdded ─▶ scheduler
+scheduler has issued nearly all ─▶ TaskStream.next_task, on a thread ─▶ journal ─▶ TasksAdded ─▶ scheduler
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TaskFeed:
             self._post(TasksAdded(given))
 
     async def _take(self, number: int) -> Task | None:
-        task, error = await run_in_thread(partial(self._stream.take, number))  # may block for as long as it likes
+        task, error = await run_in_thread(partial(self._stream.next_task, number))  # may block for as long as it likes
         if error is not None:
             trace = "".join(traceback.format_exception(error))
             raise ComponentFailed("tasks", f"task {number} of the stream: {type(error).__name__}: {error}", trace)

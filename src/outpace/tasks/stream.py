@@ -1,6 +1,6 @@
 """Tasks that arrive during the run: the journal of what a `TaskStream` gave.
 
-    TaskStream.take ─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by index
+    TaskStream.next_task ─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by index
 
 A task is used only after it is on disk, so a resumed run has every task that was ever given and takes the next one from
 the stream: none is lost and none is asked for twice.
