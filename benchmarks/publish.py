@@ -156,8 +156,7 @@ async def _measure(config: Config, parameters: int, rounds: int) -> Case:
 
 
 def _learner(config: Config, parameters: int, directory: Path, journal: Path) -> TorchLearner:
-    from outpace.learner.learner import TorchLearner
-    from outpace.learner.settings import TorchLearnerSettings
+    from outpace.learner.learner import TorchLearner, TorchLearnerSettings
 
     settings = TorchLearnerSettings(
         config=config,

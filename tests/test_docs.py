@@ -247,7 +247,19 @@ def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
 
 
 def test_every_algorithm_metric_is_on_the_algorithms_page() -> None:
-    prefixes = ("offpolicy/", "loss/", "lag/", "governor/", "replay/", "difficulty/")
+    prefixes = (
+        "offpolicy/",
+        "loss/",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "clip_ratio",
+        "lag/",
+        "governor/",
+        "replay/",
+        "difficulty/",
+    )
     metrics = {name for name in RULES if name.startswith(prefixes)} | {f"offpolicy/{name}" for name in RATIO_BINS}
     assert metrics <= set(spans(ALGORITHMS))
 

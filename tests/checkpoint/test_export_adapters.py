@@ -17,7 +17,6 @@ from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
 from outpace.learner.learner import published_tensors
-from outpace.learner.settings import LearnerCoreSettings
 from support import resolved, write_resolved
 
 TOKENS = torch.arange(12)[None] % 32
@@ -37,7 +36,7 @@ def make_run(tmp_path: Path, base: Path) -> Callable[..., tuple[Path, LearnerCor
     """Return a run directory with one checkpoint, and the learner that wrote it."""
 
     def make(rank: int) -> tuple[Path, LearnerCore]:
-        settings = LearnerCoreSettings.of(resolved({"lora.rank": rank}))
+        settings = resolved({"lora.rank": rank})
         core = LearnerCore(LlamaForCausalLM.from_pretrained(base), settings)
         with torch.no_grad():
             for parameter in core.parameters.values():

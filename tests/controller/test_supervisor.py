@@ -5,11 +5,12 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.controller.supervisor import LONGEST_PAUSE_S, GiveUp, Restart, RestartPolicy, RestartSettings
+from outpace.config.sections import SuperviseConfig
+from outpace.controller.supervisor import LONGEST_PAUSE_S, GiveUp, Restart, RestartPolicy
 
 
 def restart_policy(restarts: int = 2, window_s: float = 100.0) -> RestartPolicy:
-    return RestartPolicy(RestartSettings(restarts, window_s))
+    return RestartPolicy(SuperviseConfig(restarts=restarts, window_s=window_s))
 
 
 def test_a_dead_learner_ends_the_run_and_the_reason_mentions_resuming() -> None:

@@ -19,7 +19,6 @@ from outpace.checkpoint.journal import JournalWriter
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.learner import TorchLearner, TorchLearnerSettings
 from outpace.learner.loss import OLD_LOGP
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.protocols import Learner
 from outpace.types import Floats, GroupRecord, Ints, Row
 from support import kept_of, resolved
@@ -55,7 +54,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def core_of(model: PreTrainedModel, tokens_per_pass: int = 64) -> LearnerCore:
-    return LearnerCore(model, LearnerCoreSettings.of(resolved({"learner.tokens_per_pass": tokens_per_pass})))
+    return LearnerCore(model, resolved({"learner.tokens_per_pass": tokens_per_pass}))
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -83,7 +82,7 @@ def test_there_is_one_logprob_per_token_but_the_first(lengths: list[int]) -> Non
 def test_sequence_logprobs_equal_the_logprobs_that_training_compares_with_the_sampler(
     dtype: str, make_rows: Callable[..., list[Row]]
 ) -> None:
-    core = LearnerCore(llama(), LearnerCoreSettings.of(resolved({"model.dtype": dtype, "rollout.temperature": 0.7})))
+    core = LearnerCore(llama(), resolved({"model.dtype": dtype, "rollout.temperature": 0.7}))
     rows = [msgspec.structs.replace(row, mask=np.arange(len(row.tokens)) > 0) for row in make_rows(5)]
     found = sequence_logprobs(core, [row.tokens for row in rows], 0.7)
     for ours, trained in zip(found, core.score(rows), strict=True):

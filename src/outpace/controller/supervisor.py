@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from outpace.config.sections import SuperviseConfig
 from outpace.controller.events import EngineJoined, EngineLeft, EngineLost, Event
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, plural
 from outpace.protocols import Engine
@@ -33,12 +34,6 @@ ComponentRole = Literal["learner", "engine", "worker"]
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True)
-class RestartSettings:
-    restarts: int
-    window_s: float
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class RestartPolicy:
     """Decides whether to restart a dead component: at most `restarts` times within `window_s`. Pure: takes the time
     as an argument."""
 
-    def __init__(self, settings: RestartSettings) -> None:
+    def __init__(self, settings: SuperviseConfig) -> None:
         self._settings = settings
         self._deaths: defaultdict[str, deque[float]] = defaultdict(deque)
         self.restarts = 0
@@ -137,14 +132,6 @@ class ComponentRemoved(ComponentFailed):
     """A component left the run for good, and the run continues without it."""
 
 
-@dataclass(frozen=True)
-class SupervisionSettings:
-    supervise: RestartSettings
-    probe_s: float
-    silent_s: float
-    all_engines: bool = False  # the run cannot continue without every engine
-
-
 class ComponentSupervisor:
     """Watches all components, restarts dead ones and repeats the calls they lost."""
 
@@ -153,13 +140,15 @@ class ComponentSupervisor:
         runtime: Runtime,
         roles: Mapping[str, ComponentRole],
         engines: Mapping[str, Engine],
-        settings: SupervisionSettings,
+        settings: SuperviseConfig,
         post: Callable[[Event | BaseException], None],
         notice: Callable[[str, str], None],
         on_restart: Callable[[str], None] = lambda component: None,
+        all_engines: bool = False,
     ) -> None:
         """`post` puts an event or error into the driver's queue. `notice` reports a component's role and what
-        happened to it. `on_restart` is called with the name of a restarted component."""
+        happened to it. `on_restart` is called with the name of a restarted component. `all_engines`: the run cannot
+        continue without every engine."""
         self._runtime = runtime
         self._roles: dict[str, ComponentRole] = {}
         self._engines = engines
@@ -167,7 +156,8 @@ class ComponentSupervisor:
         self._post = post
         self._notice = notice
         self._on_restart = on_restart
-        self._policy = RestartPolicy(settings.supervise)
+        self._all_engines = all_engines
+        self._policy = RestartPolicy(settings)
         self._up: dict[str, asyncio.Event] = {}
         self._restart_counts: dict[str, int] = {}
         self._silent: dict[str, float] = {}
@@ -279,7 +269,7 @@ class ComponentSupervisor:
 
     def _give_up(self, name: str, failure: ComponentFailed) -> None:
         others = [component for component, role in self._roles.items() if role == "engine" and component != name]
-        if self._roles[name] != "engine" or self._settings.all_engines or not any(self._up[o].is_set() for o in others):
+        if self._roles[name] != "engine" or self._all_engines or not any(self._up[o].is_set() for o in others):
             self._post(failure)
             return
         self._notice("engine", f"{failure}; the run continues without it")

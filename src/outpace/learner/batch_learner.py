@@ -113,11 +113,7 @@ class BatchLearner:
         needs_old_logp = algorithm.minibatches * algorithm.epochs_per_batch > 1
         needs_old_logp = needs_old_logp and policy_loss.old_policy == "recomputed"
         needs_old_logp = needs_old_logp and configured_policy_loss(policy_loss).registration.ratio
-        return needs_old_logp or bool(self._masks) or self._kl_in_reward or self._core.critic is not None
-
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self._config.kl.coefficient > 0 and self._config.kl.place == "reward"
+        return needs_old_logp or bool(self._masks) or self._config.kl.in_reward or self._core.critic is not None
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -209,7 +205,7 @@ class BatchLearner:
 
     def _penalties(self, entry: CollectedGroup) -> list[Doubles] | None:
         """Return the KL penalty of every trained token, None unless KL is part of the reward."""
-        if not self._kl_in_reward:
+        if not self._config.kl.in_reward:
             return None
         kl = self._config.kl
         assert kl.estimator is not None, "the config must be resolved"

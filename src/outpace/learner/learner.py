@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,12 +45,12 @@ from transformers import PreTrainedModel
 
 from outpace.checkpoint import journal
 from outpace.checkpoint.commit import write_durably
+from outpace.config import Config
 from outpace.errors import NotSaved
 from outpace.hardware.cores import LEARNER_ROW, CoreSharing, ThreadCounts
 from outpace.learner import state
 from outpace.learner.batch_learner import BatchLearner
 from outpace.learner.core import LearnerCore, NotFinite, sequence_logprobs
-from outpace.learner.settings import LearnerCoreSettings, TorchLearnerSettings
 from outpace.learner.state import StateCopies, StateCopy, write_tensors
 from outpace.models.loading import call_at_every_layer, set_up_device
 from outpace.monitoring.efficiency import Stopwatch
@@ -71,18 +72,38 @@ from outpace.weights.process_group import ProcessGroupSender
 from outpace.weights.shared_memory import SnapshotDraft, build_snapshot_writer
 
 
+@dataclass(frozen=True, kw_only=True)
+class TorchLearnerSettings:
+    """Settings of `TorchLearner`. `config` is resolved, `journal` is the directory to read groups from, `snapshots` a
+    directory in memory for published weights."""
+
+    config: Config
+    journal: Path
+    snapshots: Path
+    incarnation: str
+    device: str = "cpu"
+    gpu_memory: float = 1.0  # fraction of the GPU memory that the learner may use
+    threads: int | None = None  # None: torch's default
+    share_cores: Path | None = None  # file of the run's core-sharing board; None: fixed thread count
+
+
 def published_tensors(core: LearnerCore) -> dict[str, Tensor]:
     """Return the tensors of the current policy to publish, valid until the next update or the next call."""
     if core.adapters is None:
         return core.model.state_dict()
-    if core.settings.adapter_only:
+    if _publishes_adapter(core):
         return core.adapters.tensors()
-    return core.adapters.merged(getattr(torch, core.settings.dtype))
+    return core.adapters.merged(core.dtype)
 
 
 def published_adapter(core: LearnerCore) -> LoraAdapter | None:
     """Return the adapter that the published tensors belong to, None if they are a whole model."""
-    return core.settings.adapter if core.settings.adapter_only else None
+    return core.config.lora.adapter if _publishes_adapter(core) else None
+
+
+def _publishes_adapter(core: LearnerCore) -> bool:
+    """Servers get the adapter alone; they already have the model."""
+    return core.config.engine.kind != "embedded"
 
 
 log = logging.getLogger(__name__)
@@ -270,7 +291,7 @@ class TorchLearner:
                 device=settings.device,
                 trust_remote_code=config.model.trust_remote_code,
             )
-        core = LearnerCore(model, LearnerCoreSettings.of(config))
+        core = LearnerCore(model, config)
         if self._sharing is not None:
             call_at_every_layer(model, self._sharing.adjust)
         diagnostics.crash_point("learner.built")

@@ -207,7 +207,7 @@ def _embedded_engine(settings: ComponentSettings, stale: bool) -> object:
         slots=config.engine.resolved_slots,
         context=config.engine.context,
         kv=config.engine.kv,
-        path=config.engine.path,
+        path=config.engine.decoder,
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
         sharing=_engine_sharing(settings) if shares_cores(config, config.engine.threads) else None,
@@ -245,8 +245,7 @@ async def build_learner(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 
 def _learner(settings: ComponentSettings) -> object:
     from outpace.hardware.cores import THREAD_COUNTS_FILE
-    from outpace.learner.learner import TorchLearner
-    from outpace.learner.settings import TorchLearnerSettings
+    from outpace.learner.learner import TorchLearner, TorchLearnerSettings
 
     config = settings.parsed
     return TorchLearner(
@@ -337,7 +336,7 @@ def _recorder(config: Config, settings: ComponentSettings, decode: Callable[[Seq
     from outpace.monitoring.rollout_files import RolloutWriter
     from outpace.rollouts.recording import RolloutRecorder
 
-    if not config.run.show_rollouts:
+    if not config.run.save_rollouts:
         return None
     writer = RolloutWriter(Path(settings.run_dir), config.run.rollouts_mb * 10**6, config.rollout.workers)
     return RolloutRecorder(writer, settings.journal, decode, configured_advantage(config.advantage).registration.critic)
@@ -381,7 +380,7 @@ def _worker_settings(config: Config) -> Any:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop_strings=tuple(rollout.stop),
-            system=config.model.system,
+            system=config.model.system_prompt,
             seed=config.run.seed,
         ),
         eval_seed=config.eval.seed,

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from outpace.config.sections import SuperviseConfig
 from outpace.controller.events import Action, BatchTrained, Checkpoint, CloseBatch, Event, GroupClosed
 from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
 from outpace.controller.scheduler_state import SchedulerState, decode_state
-from outpace.controller.supervisor import RestartPolicy, RestartSettings
+from outpace.controller.supervisor import RestartPolicy
 from outpace.simulator.conductor import SimulatedDriver, SimulationObserver, VirtualClock
 from outpace.simulator.report import ClusterTotals, RunMetrics, SimulationResult, compute_result
 from outpace.simulator.rollouts import SimulatedCluster, SimulatedGroup, engine_count
@@ -201,7 +202,7 @@ class SimulatedRun:
         """Run one start. Returns why the run ended, or "" if the learner failed."""
         core = start_state.core
         supervise = self._settings.supervise
-        supervisor = RestartPolicy(RestartSettings(supervise.restarts, supervise.window_s))
+        supervisor = RestartPolicy(SuperviseConfig(restarts=supervise.restarts, window_s=supervise.window_s))
         self._parts = parts = SimulatedCluster(
             self._settings, core.settings, self.clock, supervisor, self._rng, core.version, self._give_up,
             self.metrics.record_cancelled,
