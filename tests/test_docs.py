@@ -287,3 +287,10 @@ def _cells_of_preset(name: str) -> list[str]:
         ", ".join(f"`{mask}`" for mask in correction.masks or []),
         "yes" if config.learner.stream else "no",
     ]
+
+
+def test_every_dependency_and_extra_is_explained() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    required = {re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]}
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert required | extras <= set(spans("docs/dependencies.md"))
