@@ -167,12 +167,11 @@ def _blocking_save(run_dir: Path, config: Config) -> float:
     """Return the median time to save the run's last state to the same file system."""
     from outpace.learner import state
     from outpace.learner.core import LearnerCore
-    from outpace.learner.settings import LearnerCoreSettings
     from outpace.models.loading import load_model
 
     checkpoint = newest_complete(run_dir / "checkpoints")
     assert checkpoint is not None, "a successful run has one"
-    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
+    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), config)
     state.restore(core, checkpoint)
     seconds = []
     for number in range(ROUNDS):

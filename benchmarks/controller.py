@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.commands.bench_options import run_benchmark, take_options
+from outpace.config.sections import SuperviseConfig
 from outpace.controller.driver import Driver, DriverSettings
 from outpace.controller.engine_registry import Components
 from outpace.controller.evaluation import Evaluator
@@ -32,7 +33,6 @@ from outpace.controller.failure_budget import FailureLimits
 from outpace.controller.groups import GroupSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.supervisor import SupervisionSettings
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring.callbacks import CallbackRunner
@@ -135,9 +135,9 @@ async def measure(directory: Path, settings: SchedulerSettings) -> ControllerCos
     log.start("")
     recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
     scheduler = Scheduler(settings, TaskOrder(settings.tasks, 0, shuffle=True))
-    supervision = SupervisionSettings(probe_s=10.0, silent_s=120.0)
+    supervise = SuperviseConfig(restarts=0, window_s=60.0, probe_s=10.0, silent_s=120.0)
     limits = FailureLimits(failed=64, filtered=None, notice_every=1000)
-    driver_settings = DriverSettings(60.0, GroupSettings(settings.group_size, 0, limits), supervision)
+    driver_settings = DriverSettings(60.0, GroupSettings(settings.group_size, 0, limits), supervise)
     async with idle_components() as components:
         await recorder.training_begins(components.engines, components.learner)
         driver = Driver(scheduler, components, recorder, Evaluator(0, 1), _save_nothing, driver_settings)

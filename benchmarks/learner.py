@@ -104,11 +104,10 @@ class _TimedLearner:
     def __init__(self, config: Config) -> None:
         from outpace.learner.batch_learner import BatchLearner
         from outpace.learner.core import LearnerCore
-        from outpace.learner.settings import LearnerCoreSettings
         from outpace.models.loading import load_model
 
         model = load_model(config.model.path, dtype="float32", device="cpu")
-        self._core = LearnerCore(model, LearnerCoreSettings.of(config))
+        self._core = LearnerCore(model, config)
         self._batch_learner = None if config.learner.stream else BatchLearner(self._core, config)
         self._loss_s = 0.0
         loss = self._core._loss

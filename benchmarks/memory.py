@@ -50,7 +50,7 @@ TOY = {
     "eval.every": "100",
     "eval.count": "32",
     "checkpoint.every": "100",
-    "run.show_rollouts": "1",
+    "run.save_rollouts": "1",
     "run.threads": "1",
 }
 

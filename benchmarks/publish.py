@@ -159,8 +159,8 @@ async def _measure(config: Config, parameters: int, rounds: int) -> Case:
 
 
 def _learner(config: Config, parameters: int, directory: Path, journal: Path) -> LearnerHost[TorchBackend]:
+    from outpace.learner.backend import LearnerSettings
     from outpace.learner.learner import LearnerHost
-    from outpace.learner.settings import LearnerSettings
     from outpace.learner.torch_backend import TorchBackend
 
     settings = LearnerSettings(

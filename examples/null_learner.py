@@ -18,8 +18,16 @@ from torch import Tensor
 
 from outpace.checkpoint.commit import write_durably
 from outpace.errors import CorruptData
-from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, WriteState, check_rows, count_lags
-from outpace.learner.settings import LearnerSettings
+from outpace.learner.backend import (
+    OLD_LOGP,
+    OLD_VALUES,
+    REFERENCE_LOGP,
+    Extras,
+    LearnerSettings,
+    WriteState,
+    check_rows,
+    count_lags,
+)
 from outpace.learner.state import load_tensors, write_tensors
 from outpace.models.loading import load_model
 from outpace.types import ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version

@@ -84,7 +84,7 @@ class Sampler:
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = frozenset(eos_ids(config.model.path))
         self.decoder: Decoder = build_decoder(
-            model, config.engine.slots, config.engine.context, deterministic=True, path=config.engine.path
+            model, config.engine.slots, config.engine.context, deterministic=True, path=config.engine.decoder
         )
 
     def load_weights(self, model: PreTrainedModel) -> None:
@@ -105,7 +105,7 @@ class Sampler:
         return groups
 
     def _prompt(self, task: Task) -> Ints:
-        return np.array(render(self.tokenizer, task.prompt, self.config.model.system), dtype=np.int32)
+        return np.array(render(self.tokenizer, task.prompt, self.config.model.system_prompt), dtype=np.int32)
 
     def _grade(self, task: Task, answers: list[Answer]) -> list[float]:
         texts = [str(self.tokenizer.decode(a.tokens.tolist(), skip_special_tokens=True)) for a in answers]

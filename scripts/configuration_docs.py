@@ -86,9 +86,9 @@ previous preset, `--tasks.name arithmetic` also brings the environment and the r
 choice, in any file, drops the settings of the previous choice:
 
 - Another `policy_loss.name` or `advantage.name` drops the settings of the previous function.
-- Another `engine.kind` drops what only the previous kind uses: `engine.urls`, `engine.count`, `engine.path`,
-  `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the embedded engine also
-  drops `weights.dir`, unless `weights.delta` is set.
+- Another `engine.kind` drops what it does not use, and what belongs to the previous servers: `engine.urls`,
+  `engine.count`, `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the
+  embedded engine also drops `weights.dir`, unless `weights.delta` is set.
 - `engine.urls` drops `engine.count` and all of `launch`. A setting of `launch` drops `engine.urls`.
 
 ## Refused combinations
@@ -96,10 +96,10 @@ choice, in any file, drops the settings of the previous choice:
 outpace rejects combinations that cannot work and settings that would have no effect. The error starts with the setting
 to change. Combinations of algorithm settings are listed in [algorithms](algorithms.md#what-is-refused). Also rejected:
 
-- **Servers.** `engine.urls`, `engine.api_key_env`, `engine.seeded`, `weights.transport` or `launch` with the embedded
-  engine; `engine.path` with servers; `launch` with `engine.urls`; an `engine.count` that differs from the number of
-  `engine.urls`; an invalid URL, or two URLs of one server (`localhost`, `127.0.0.1` and `[::1]` are the same);
-  `run.runtime = "inline"` or `run.deterministic` with servers.
+- **Servers.** A key of `engine` that its kind does not use; `weights.transport` or `launch` with the embedded engine;
+  `launch` with `engine.urls`; an `engine.count` that differs from the number of `engine.urls`; an invalid URL, or two
+  URLs of one server (`localhost`, `127.0.0.1` and `[::1]` are the same); `run.runtime = "inline"` or
+  `run.deterministic` with servers.
 - **Weight sync.** `weights.transport = "ipc"` with `run.device = "cpu"` or with `weights.delta`; a `weights.transport`
   other than `files` with SGLang or, for adapters, with vLLM; `weights.delta` with adapters; `weights.dir` if no file is
   read; `weights.every` above `pacing.max_lag` + 1.

@@ -96,7 +96,7 @@ class Run:
             "run.threads": 1,
             "pacing.groups_per_step": GROUPS,
             "engine.context": 96,
-            "run.show_rollouts": 0,
+            "run.save_rollouts": 0,
             "eval.every": 25,
             "eval.count": 1024,
         } | (METHODS | OTHERS)[self.method]
@@ -142,7 +142,7 @@ def carry_out(run: Run) -> dict[str, Any]:
         "ess": statistics.fmean(line["offpolicy/ess"] for line in steps),
         "kl": statistics.fmean(line["offpolicy/kl"] for line in steps),
         "masked": statistics.fmean(line["offpolicy/masked"] for line in steps),
-        "clipped": statistics.fmean(line["loss/clipped"] for line in steps),
+        "clipped": statistics.fmean(line["clip_ratio"] for line in steps),
         "lag_max": max(line["lag/max"] for line in steps),
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from outpace.config.sections import SuperviseConfig
 from outpace.controller.driver import Driver, DriverSettings
 from outpace.controller.engine_registry import Components
 from outpace.controller.evaluation import Evaluator
@@ -14,7 +15,6 @@ from outpace.controller.failure_budget import FailureLimits
 from outpace.controller.groups import GroupSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.supervisor import SupervisionSettings
 from outpace.controller.training import ControllerState
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, UpdateFailed, UpdateTorn
 from outpace.monitoring.callbacks import CallbackRunner
@@ -225,9 +225,9 @@ class Rig:
         sockets = {name: f"/{name}" for name in self.engines}
         components = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
         limits = FailureLimits(failed=3, filtered=None, notice_every=1000)
-        supervision = SupervisionSettings(probe_s=0.02, silent_s=0.05)
+        supervise = SuperviseConfig(restarts=self.restarts, window_s=60, probe_s=0.02, silent_s=0.05)
         scheduler = Scheduler(self.settings, TaskOrder(10, 0, True))
-        settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervision)
+        settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervise)
         driver = Driver(
             scheduler,
             components,

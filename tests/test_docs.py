@@ -247,7 +247,19 @@ def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
 
 
 def test_every_algorithm_metric_is_on_the_algorithms_page() -> None:
-    prefixes = ("offpolicy/", "loss/", "lag/", "governor/", "replay/", "difficulty/")
+    prefixes = (
+        "offpolicy/",
+        "loss/",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "clip_ratio",
+        "lag/",
+        "governor/",
+        "replay/",
+        "difficulty/",
+    )
     metrics = {name for name in RULES if name.startswith(prefixes)} | {f"offpolicy/{name}" for name in RATIO_BINS}
     assert metrics <= set(spans(ALGORITHMS))
 
@@ -275,3 +287,10 @@ def _cells_of_preset(name: str) -> list[str]:
         ", ".join(f"`{mask}`" for mask in correction.masks or []),
         "yes" if config.learner.stream else "no",
     ]
+
+
+def test_every_dependency_and_extra_is_explained() -> None:
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    required = {re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]}
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    assert required | extras <= set(spans("docs/dependencies.md"))

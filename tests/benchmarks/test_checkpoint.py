@@ -18,7 +18,6 @@ from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.loading import load_model
 from support import kept_of, names, resolved, write_config
 
@@ -73,7 +72,7 @@ def write_run(run_dir: Path, config: Config, lines: list[dict[str, Any]]) -> Non
         writer.append(kept_of(record.group, size=config.rollout.group_size), record)
     writer.close()
     temporary = begin(run_dir / "checkpoints", 3)
-    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
+    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), config)
     state.save(core, temporary)
     commit(temporary)
 

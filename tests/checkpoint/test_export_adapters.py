@@ -16,7 +16,6 @@ from outpace.checkpoint.export import export
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.learner.torch_backend import published_tensors
 from support import resolved, write_resolved
 
@@ -37,7 +36,7 @@ def make_run(tmp_path: Path, base: Path) -> Callable[..., tuple[Path, LearnerCor
     """Return a run directory with one checkpoint, and the learner that wrote it."""
 
     def make(rank: int) -> tuple[Path, LearnerCore]:
-        settings = LearnerCoreSettings.of(resolved({"lora.rank": rank}))
+        settings = resolved({"lora.rank": rank})
         core = LearnerCore(LlamaForCausalLM.from_pretrained(base), settings)
         with torch.no_grad():
             for parameter in core.parameters.values():

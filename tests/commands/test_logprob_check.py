@@ -16,7 +16,6 @@ from outpace.controller.logprob_check import LogprobComparison
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.loading import load_model
 from support import names, resolved, write_config, write_resolved
 
@@ -57,7 +56,7 @@ def write_run(directory: Path, version: int) -> None:
     """Write a run with a checkpoint whose weights differ from those of the base model."""
     config = resolved({"run.threads": 1})
     write_config(directory, config)
-    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), LearnerCoreSettings.of(config))
+    core = LearnerCore(load_model(config.model.path, dtype="float32", device="cpu"), config)
     core.version = version
     with torch.no_grad():
         for parameter in core.parameters.values():

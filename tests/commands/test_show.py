@@ -122,9 +122,9 @@ def test_a_request_for_something_not_recorded_is_refused_in_one_line(run: Path, 
 
 def test_a_run_that_records_no_rollouts_names_the_setting(tmp_path: Path) -> None:
     log = RunLog.claim(tmp_path / "run")
-    log.start(resolved=EMPTY_RESOLVED + "[run]\nshow_rollouts = 0\n")
+    log.start(resolved=EMPTY_RESOLVED + "[run]\nsave_rollouts = 0\n")
     log.close()
-    with pytest.raises(BadInput, match=r"run\.show_rollouts"):
+    with pytest.raises(BadInput, match=r"run\.save_rollouts"):
         shown(log.dir)
 
 

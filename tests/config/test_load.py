@@ -189,7 +189,7 @@ def test_a_dict_may_be_nested_or_dotted() -> None:
         (["--governor.enabled", "--filter.uniform"], {"governor.enabled": True, "filter.uniform": True}),
         (["--critic.shared", "--learner.stream"], {"critic.shared": True, "learner.stream": True}),
         (["--kl.estimator", "none"], {"kl.estimator": None}),
-        (["--model.system", "Be brief = good."], {"model.system": "Be brief = good."}),
+        (["--model.system_prompt", "Be brief = good."], {"model.system_prompt": "Be brief = good."}),
         (["--run.steps", "2", "--run.steps", "5"], {"run.steps": 5}),
     ],
 )
@@ -381,7 +381,7 @@ words = st.text(st.characters(codec="utf-8"), max_size=20)
     values=st.fixed_dictionaries(
         {},
         optional={
-            "model.system": words,
+            "model.system_prompt": words,
             "model.trust_remote_code": st.booleans(),
             "rewards.functions": st.lists(words, unique=True),
             "rollout.stop": st.lists(words.filter(bool)),

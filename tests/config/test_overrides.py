@@ -1,4 +1,4 @@
-"""An override of the engine kind replaces the file settings that only apply to the old kind."""
+"""An override of a choice replaces the file settings that only apply to the old choice."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_run_with_server_engines_can_switch_to_the_embedded_engine(tmp_path: P
 
 
 def test_a_run_with_the_embedded_engine_can_switch_to_server_engines(tmp_path: Path) -> None:
-    file = write_run_config(tmp_path, {"engine.path": "general"})
-    assert load_config(file, ["--engine.kind=vllm"]).engine.path == "auto"
+    file = write_run_config(tmp_path, {"engine.decoder": "general"})
+    assert load_config(file, ["--engine.kind=vllm"]).engine.decoder == "auto"
 
 
 def test_running_servers_replace_launched_servers_and_vice_versa(tmp_path: Path) -> None:
@@ -51,3 +51,23 @@ def test_a_conflicting_setting_given_with_the_override_is_refused(tmp_path: Path
 def test_an_override_with_the_same_engine_kind_keeps_the_other_settings(tmp_path: Path) -> None:
     config = load_config(write_run_config(tmp_path, LAUNCHED), ["--engine.kind=vllm", "--run.steps=7"])
     assert (config.launch.python, config.launch.args, config.engine.count) == ("/opt/vllm/bin/python", ["--flag"], 2)
+
+
+def test_another_policy_loss_or_estimator_replaces_the_settings_of_the_one_in_the_file(tmp_path: Path) -> None:
+    chosen = {"policy_loss.name": "ppo", "policy_loss.clip_low": 0.1, "policy_loss.old_policy": "rollout"}
+    file = write_run_config(tmp_path, {**chosen, "advantage.name": "grpo", "advantage.std_epsilon": 0.5})
+    loss = load_config(file, ["--policy_loss.name", "gspo"]).policy_loss
+    assert (loss.name, loss.old_policy, loss.model_extra) == ("gspo", "rollout", {})
+    advantage = load_config(file, ["--advantage.name", "rloo"]).advantage
+    assert (advantage.name, advantage.model_extra) == ("rloo", {})
+    with_preset = write_run_config(tmp_path, {"algorithm.preset": "grpo", "policy_loss.clip_low": 0.1})
+    assert load_config(with_preset, ["--policy_loss.name", "ppo"]).policy_loss.model_extra == {"clip_low": 0.1}
+    file = write_run_config(tmp_path, chosen)
+    kept = load_config(file, ["--policy_loss.name", "ppo", "--policy_loss.clip_high", "0.4"]).policy_loss
+    assert kept.model_extra == {"clip_low": 0.1, "clip_high": 0.4}
+
+
+def test_servers_of_another_kind_keep_the_settings_that_both_kinds_have(tmp_path: Path) -> None:
+    file = write_run_config(tmp_path, {**LAUNCHED, "engine.retries": 5})
+    config = load_config(file, ["--engine.kind", "sglang"])
+    assert (config.engine.retries, config.engine.seeded, config.launch.args) == (5, False, [])

@@ -7,14 +7,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.controller.curriculum import Curriculum, CurriculumSettings, CurriculumState
+from outpace.config.algorithm import DifficultyConfig
+from outpace.controller.curriculum import Curriculum, CurriculumState
 
-SETTINGS = CurriculumSettings(easy_above=0.9, hard_below=0.1, rest_epochs=2)
+SETTINGS = DifficultyConfig(easy_above=0.9, hard_below=0.1, rest_epochs=2)
 
 
-def curriculum(
-    tasks: int = 3, deterministic: bool = False, settings: CurriculumSettings | None = SETTINGS
-) -> Curriculum:
+def curriculum(tasks: int = 3, deterministic: bool = False, settings: DifficultyConfig | None = SETTINGS) -> Curriculum:
     return Curriculum(settings, tasks, deterministic, CurriculumState())
 
 
@@ -32,7 +31,7 @@ def test_tasks_that_are_too_easy_or_too_hard_are_skipped_for_rest_epochs() -> No
 
 
 def test_thresholds_that_are_not_set_have_no_effect() -> None:
-    subject = curriculum(settings=CurriculumSettings(easy_above=None, hard_below=0.1, rest_epochs=1))
+    subject = curriculum(settings=DifficultyConfig(easy_above=None, hard_below=0.1, rest_epochs=1))
     subject.record(0, task=0, epoch=0, reward=1.0)
     subject.record(1, task=1, epoch=0, reward=0.0)
     assert visits(subject, 1) == [0, 2]
@@ -63,7 +62,7 @@ def test_the_latest_epoch_of_a_task_decides_in_whatever_order_rewards_arrive() -
 
 
 def test_after_a_whole_epoch_of_skipped_visits_no_task_rests() -> None:
-    subject = curriculum(settings=CurriculumSettings(easy_above=0.0, hard_below=None, rest_epochs=10**9))
+    subject = curriculum(settings=DifficultyConfig(easy_above=0.0, hard_below=None, rest_epochs=10**9))
     for task in range(3):
         subject.record(task, task, epoch=0, reward=1.0)
     assert [subject.should_skip(task, 1) for task in range(3)] == [True, True, True]
@@ -72,7 +71,7 @@ def test_after_a_whole_epoch_of_skipped_visits_no_task_rests() -> None:
 
 
 def test_a_visit_resets_the_count_of_consecutive_skips() -> None:
-    subject = curriculum(settings=CurriculumSettings(easy_above=0.9, hard_below=None, rest_epochs=100))
+    subject = curriculum(settings=DifficultyConfig(easy_above=0.9, hard_below=None, rest_epochs=100))
     for task in (0, 1):
         subject.record(task, task, epoch=0, reward=1.0)
     assert [visits(subject, epoch) for epoch in range(1, 6)] == [[2]] * 5

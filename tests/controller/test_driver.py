@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from driver_support import SETTINGS, FakeEngine, Rig, until
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.controller import engine_registry, policy_versions
-from outpace.controller.batcher import ReplaySettings
-from outpace.controller.curriculum import CurriculumSettings
 from outpace.controller.events import GroupClosed
 from outpace.controller.failure_budget import LimitReached
-from outpace.controller.pacing import GovernorSettings
 from outpace.controller.recovery import group_closed_event
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, Stalled
 from outpace.monitoring import fleet_orders
@@ -237,7 +235,7 @@ async def test_journal_segments_are_released_once_no_checkpoint_needs_them(tmp_p
 
 
 async def test_replayed_groups_are_trained_from_the_journal_marked_and_counted_separately(tmp_path: Path) -> None:
-    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.5, max_age=2, times=1)))
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplayConfig(fraction=0.5, max_age=2, times=1)))
     rig.worker.rewards = [0.0, 1.0]
     assert await rig.run() == "done"
     rig.log.close()
@@ -262,7 +260,7 @@ async def test_a_journal_segment_stays_while_one_of_its_groups_may_be_replayed(
     tmp_path: Path, max_age: int, released: list[str]
 ) -> None:
     """Ten groups to a segment, four to a batch, six batches; the fake learner rejects groups of released segments."""
-    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplaySettings(fraction=0.25, max_age=max_age, times=9)))
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=ReplayConfig(fraction=0.25, max_age=max_age, times=9)))
     rig.worker.rewards = [0.0, 1.0]
     assert await rig.run() == "done"
     rig.log.close()
@@ -271,7 +269,7 @@ async def test_a_journal_segment_stays_while_one_of_its_groups_may_be_replayed(
 
 
 async def test_the_governor_uses_the_metrics_of_the_learner(tmp_path: Path) -> None:
-    governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
+    governor = GovernorConfig(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
     rig = Rig(tmp_path / "run", replace(SETTINGS, steps=12, governor=governor))
     rig.learner.metrics = {"offpolicy/ess": 0.2, "offpolicy/kl": 0.0}
     assert await rig.run() == "done"
@@ -283,7 +281,7 @@ async def test_the_governor_uses_the_metrics_of_the_learner(tmp_path: Path) -> N
 
 
 async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path) -> None:
-    difficulty = CurriculumSettings(easy_above=1.0, hard_below=None, rest_epochs=1)
+    difficulty = DifficultyConfig(easy_above=1.0, hard_below=None, rest_epochs=1)
     rig = Rig(tmp_path / "run", replace(SETTINGS, steps=None, epochs=3, max_lag=0, difficulty=difficulty))
     assert await rig.run() == "done"
     rig.log.close()

@@ -6,13 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.controller.pacing import Governor, GovernorSettings, GovernorState
+from outpace.config.algorithm import GovernorConfig
+from outpace.controller.pacing import Governor, GovernorState
 
 GOOD, BAD = (0.9, 0.01), (0.2, 0.01)
 
 
 def governor(max_lag: int = 4, min_lag: int = 0, patience: int = 2, state: GovernorState | None = None) -> Governor:
-    return Governor(GovernorSettings(0.5, 0.1, patience, min_lag), max_lag, state or GovernorState())
+    return Governor(
+        GovernorConfig(ess_min=0.5, kl_max=0.1, patience=patience, min_lag=min_lag), max_lag, state or GovernorState()
+    )
 
 
 class Run:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from controller.simulated import PLAIN
-from outpace.controller.pacing import GovernorSettings, Pacing, PipelineLoad
+from outpace.config.algorithm import GovernorConfig
+from outpace.controller.pacing import Pacing, PipelineLoad
 from outpace.errors import BadInput
 
 IDLE = PipelineLoad(version=0, oldest=0, running=0, outstanding=0, tasks_left=None, lag=1)
@@ -113,6 +114,6 @@ def test_every_version_is_published_while_the_current_lag_is_too_small_for_every
 
 
 def test_deterministic_mode_rejects_a_governor() -> None:
-    governor = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
+    governor = GovernorConfig(ess_min=0.5, kl_max=0.1, patience=5, min_lag=0)
     with pytest.raises(BadInput, match="governor"):
         replace(PLAIN, governor=governor, deterministic=True)

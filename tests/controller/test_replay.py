@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from outpace.controller.batcher import ReplayEntry, ReplayPool, ReplaySettings
+from outpace.config.algorithm import ReplayConfig
+from outpace.controller.batcher import ReplayEntry, ReplayPool
 
 
 def replay(
     fraction: float = 0.5, max_age: int = 2, times: int = 1, size: int = 4, pool: dict[int, ReplayEntry] | None = None
 ) -> ReplayPool:
-    return ReplayPool(ReplaySettings(fraction, max_age, times), size, pool)
+    return ReplayPool(ReplayConfig(fraction=fraction, max_age=max_age, times=times), size, pool)
 
 
 def test_the_highest_reward_std_is_replayed_first_and_ties_go_to_the_newest() -> None:

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from controller.scripted import SMALL, Script, groups, started
 from controller.simulated import PLAIN, Simulation, Trace, make_scheduler, resume, steady
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
-from outpace.controller.batcher import ReplaySettings
-from outpace.controller.curriculum import CurriculumSettings
 from outpace.controller.events import (
     Admit,
     BatchTrained,
@@ -30,13 +29,12 @@ from outpace.controller.events import (
     StopRequested,
     TrainChunk,
 )
-from outpace.controller.pacing import GovernorSettings
 from outpace.controller.scheduler import Scheduler, SchedulerSettings
 from outpace.run.session import scheduler_settings
 
-GOVERNOR = GovernorSettings(ess_min=0.5, kl_max=0.1, patience=2, min_lag=0)
-EASY = CurriculumSettings(easy_above=1.0, hard_below=None, rest_epochs=1)
-REPLAY = ReplaySettings(fraction=0.5, max_age=2, times=1)
+GOVERNOR = GovernorConfig(ess_min=0.5, kl_max=0.1, patience=2, min_lag=0)
+EASY = DifficultyConfig(easy_above=1.0, hard_below=None, rest_epochs=1)
+REPLAY = ReplayConfig(fraction=0.5, max_age=2, times=1)
 
 
 def run(settings: SchedulerSettings, bad: range = range(0)) -> Trace:
@@ -72,9 +70,9 @@ def test_governor_curriculum_and_replay_are_off_unless_the_config_sets_them() ->
         difficulty={"hard_below": 0.125, "rest_epochs": 2},
         replay={"fraction": 0.75, "max_age": 3, "times": 2},
     )
-    assert chosen.governor == GovernorSettings(ess_min=0.25, kl_max=0.5, patience=3, min_lag=1)
-    assert chosen.difficulty == CurriculumSettings(easy_above=None, hard_below=0.125, rest_epochs=2)
-    assert chosen.replay == ReplaySettings(fraction=0.75, max_age=3, times=2)
+    assert chosen.governor == GovernorConfig(enabled=True, ess_min=0.25, kl_max=0.5, patience=3, min_lag=1)
+    assert chosen.difficulty == DifficultyConfig(easy_above=None, hard_below=0.125, rest_epochs=2)
+    assert chosen.replay == ReplayConfig(fraction=0.75, max_age=3, times=2)
 
 
 # ------------------------------------------------------------------------------------------------------------- governor
@@ -124,7 +122,9 @@ def test_batches_of_the_warm_up_do_not_change_the_lag() -> None:
 
 
 def test_every_version_is_published_while_the_governed_lag_is_too_small_for_every_kth() -> None:
-    settings = replace(PLAIN, max_lag=2, publish_every=3, steps=40, governor=replace(GOVERNOR, patience=4))
+    settings = replace(
+        PLAIN, max_lag=2, publish_every=3, steps=40, governor=GOVERNOR.model_copy(update={"patience": 4})
+    )
     trace = run(settings, bad=range(5, 6))
     lowered, raised = (trace.actions.index(action) for action in (LagChanged(1, -1), LagChanged(2, +1)))
     published = [action.version for action in trace.actions[lowered:raised] if isinstance(action, Publish)]
@@ -192,7 +192,7 @@ def test_a_run_whose_remaining_visits_are_all_skipped_trains_a_partial_batch_and
 
 
 def test_tasks_that_always_stay_too_easy_are_visited_every_other_epoch() -> None:
-    settings = replace(PLAIN, steps=10, tasks=4, max_lag=0, difficulty=replace(EASY, rest_epochs=10**9))
+    settings = replace(PLAIN, steps=10, tasks=4, max_lag=0, difficulty=EASY.model_copy(update={"rest_epochs": 10**9}))
     trace = Simulation(make_scheduler(settings), steady(), reward_rule=lambda _: (1.0, 0.5)).run()
     assert trace.finish == "done"
     assert [admit.epoch for admit in trace.admitted.values()] == [2 * (group // 4) for group in range(40)]

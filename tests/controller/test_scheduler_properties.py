@@ -23,8 +23,7 @@ from controller.simulated import (
     resume,
     steady,
 )
-from outpace.controller.batcher import ReplaySettings
-from outpace.controller.curriculum import CurriculumSettings
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.controller.events import (
     Admit,
     Checkpoint,
@@ -39,7 +38,6 @@ from outpace.controller.events import (
     StopRequested,
     WriteRecord,
 )
-from outpace.controller.pacing import GovernorSettings
 from outpace.controller.scheduler import SchedulerSettings
 from outpace.controller.scheduler_state import decode_state
 from outpace.simulator.conductor import Deadlock
@@ -47,16 +45,16 @@ from support import examples
 
 seeds = st.integers(0, 2**31)
 governors = st.builds(
-    GovernorSettings, ess_min=st.just(0.5), kl_max=st.just(0.1), patience=st.integers(1, 3), min_lag=st.integers(0, 2)
+    GovernorConfig, ess_min=st.just(0.5), kl_max=st.just(0.1), patience=st.integers(1, 3), min_lag=st.integers(0, 2)
 )
 difficulties = st.builds(
-    CurriculumSettings,
+    DifficultyConfig,
     easy_above=st.sampled_from([None, 0.0, 0.5, 1.0]),  # 0: every task is too easy
     hard_below=st.sampled_from([None, 0.0]),
     rest_epochs=st.sampled_from([1, 2, 10**9]),
 )
 replays = st.builds(
-    ReplaySettings, fraction=st.sampled_from([0.1, 0.5, 0.9]), max_age=st.integers(1, 4), times=st.integers(1, 3)
+    ReplayConfig, fraction=st.sampled_from([0.1, 0.5, 0.9]), max_age=st.integers(1, 4), times=st.integers(1, 3)
 )
 
 
@@ -121,7 +119,7 @@ def test_no_token_is_older_than_max_lag_and_warm_up_batches_are_on_policy(
 @given(any_settings(deterministic=False), governors, seeds)
 @examples(150)
 def test_every_group_is_trained_within_the_lag_that_applied_when_it_was_admitted(
-    settings: SchedulerSettings, governor: GovernorSettings, seed: int
+    settings: SchedulerSettings, governor: GovernorConfig, seed: int
 ) -> None:
     trace = simulate(replace(settings, governor=governor), seed)
     for batch in trace.batches:
@@ -165,7 +163,7 @@ def test_the_chunks_of_a_batch_add_up_to_the_batch(settings: SchedulerSettings, 
 @given(any_settings(), replays, seeds)
 @examples(100)
 def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_once(
-    settings: SchedulerSettings, replay: ReplaySettings, seed: int
+    settings: SchedulerSettings, replay: ReplayConfig, seed: int
 ) -> None:
     trace = simulate(replace(settings, replay=replay), seed)
     first = {group: batch.version for batch in trace.batches for group in batch.groups}
@@ -185,7 +183,7 @@ def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_on
 @given(any_settings(steps=None, epochs=4), difficulties, seeds)
 @examples(100)
 def test_visits_are_skipped_only_after_an_extreme_reward_and_at_most_one_epoch_of_them_in_a_row(
-    settings: SchedulerSettings, difficulty: CurriculumSettings, seed: int
+    settings: SchedulerSettings, difficulty: DifficultyConfig, seed: int
 ) -> None:
     trace = simulate(replace(settings, difficulty=difficulty), seed)
     visited = {(admit.task, admit.epoch) for admit in trace.admitted.values()}
@@ -215,7 +213,7 @@ def test_visits_are_skipped_only_after_an_extreme_reward_and_at_most_one_epoch_o
     )
 
 
-def is_extreme(reward: float, difficulty: CurriculumSettings) -> bool:
+def is_extreme(reward: float, difficulty: DifficultyConfig) -> bool:
     easy, hard = difficulty.easy_above, difficulty.hard_below
     return (easy is not None and reward >= easy) or (hard is not None and reward <= hard)
 

@@ -21,7 +21,7 @@ Visit = tuple[int, int]  # epoch, task
 
 TIMING_METRICS = (
     "time/",
-    "wait/",
+    "idle/",
     "share/",
     "efficiency",
     "groups/seconds",

@@ -106,7 +106,7 @@ def settings(assets: Assets, steps: int) -> dict[str, Any]:
         "eval.every": 500,
         "supervise.window_s": 60.0,
         "run.steps": steps,
-        "run.show_rollouts": 0,
+        "run.save_rollouts": 0,
         "run.seed": 0,
     }
 

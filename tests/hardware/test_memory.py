@@ -157,7 +157,6 @@ import json, sys
 import numpy as np, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from outpace.learner.core import LearnerCore
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.types import Row
 from support import resolved
 
@@ -171,7 +170,7 @@ torch.set_num_threads(2)
 before = peak()
 config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
                      num_key_value_heads=kv_heads, intermediate_size=wide, tie_word_embeddings=True)
-core = LearnerCore(LlamaForCausalLM(config), LearnerCoreSettings.of(resolved({"learner.tokens_per_pass": tokens})))
+core = LearnerCore(LlamaForCausalLM(config), resolved({"learner.tokens_per_pass": tokens}))
 length = 256
 def row():
     mask = np.arange(length) > 16

@@ -19,9 +19,8 @@ from transformers import LlamaForCausalLM
 
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import CorruptData
-from outpace.learner.backend import OLD_LOGP, LearnerBackend
+from outpace.learner.backend import OLD_LOGP, LearnerBackend, LearnerSettings
 from outpace.learner.learner import LearnerHost
-from outpace.learner.settings import LearnerSettings
 from outpace.types import GroupRecord, Row
 from outpace.weights.shared_memory import read_snapshot
 from support import kept_of, resolved

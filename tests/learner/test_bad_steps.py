@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import OutpaceError
 from outpace.learner import learner as learner_module
+from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import MAX_SAVED_BAD_STEPS, LearnerHost
-from outpace.learner.settings import LearnerSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.types import GroupRecord, JournalLocation, Row
 from support import kept_of, resolved

@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outpace.checkpoint.journal import read_record
 from outpace.hardware.memory import ModelShape, learner_memory
 from outpace.learner import state
+from outpace.learner.backend import LearnerSettings
 from outpace.learner.core import LearnerCore
 from outpace.learner.forward import ForwardOptions, PackedForward, PaddedForward
 from outpace.learner.learner import LearnerHost
 from outpace.learner.packing import pack
-from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.state import StateCopies
 from outpace.learner.torch_backend import TorchBackend
 from outpace.types import Row
@@ -35,7 +35,7 @@ MakeRows = Callable[..., list[Row]]
 
 
 def core_on_gpu(model: LlamaForCausalLM, dtype: str) -> LearnerCore:
-    return LearnerCore(model.cuda(), LearnerCoreSettings.of(resolved({"learner.lr": 1e-3, "model.dtype": dtype})))
+    return LearnerCore(model.cuda(), resolved({"learner.lr": 1e-3, "model.dtype": dtype}))
 
 
 def test_packed_equals_padded_on_a_gpu(make_llama: MakeLlama, make_rows: MakeRows) -> None:
@@ -58,7 +58,7 @@ def test_a_gpu_learner_is_packed_and_agrees_with_the_cpu(
     make_llama: MakeLlama, make_rows: MakeRows, dtype: str
 ) -> None:
     rows = make_rows(12)
-    cpu = LearnerCore(make_llama(initializer_range=0.1), LearnerCoreSettings.of(resolved({"learner.lr": 1e-3})))
+    cpu = LearnerCore(make_llama(initializer_range=0.1), resolved({"learner.lr": 1e-3}))
     gpu = core_on_gpu(make_llama(initializer_range=0.1), dtype)
     assert isinstance(gpu._forward, PackedForward)
     for core in (cpu, gpu):
@@ -149,7 +149,7 @@ def test_the_memory_estimate_for_the_learner_is_close_to_the_measured_peak_on_a_
         vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         intermediate_size=1536, tie_word_embeddings=True,
     )  # fmt: skip
-    core = LearnerCore(LlamaForCausalLM(shape).cuda(), LearnerCoreSettings.of(config))
+    core = LearnerCore(LlamaForCausalLM(shape).cuda(), config)
     mask, ones = np.arange(513) > 100, np.full(513, -1.0, dtype=np.float32)
     row = Row(np.ones(513, dtype=np.int32), mask, ones, np.zeros(513, dtype=np.int32), ones)
     for _ in range(2):

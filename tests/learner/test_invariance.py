@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,7 +15,6 @@ from outpace.config import Config
 from outpace.learner.batch_learner import BatchLearner
 from outpace.learner.core import LearnerCore
 from outpace.learner.forward import ForwardOptions, PackedForward, PaddedForward
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.types import GroupRecord, Row
 from support import resolved
 
@@ -62,7 +60,7 @@ def combinations(names: Iterable[str]) -> pytest.MarkDecorator:
 
 
 def core_of(model: LlamaForCausalLM, config: Config, dtype: str) -> LearnerCore:
-    return LearnerCore(model, replace(LearnerCoreSettings.of(config), dtype=dtype))
+    return LearnerCore(model, config, getattr(torch, dtype))
 
 
 def config_of(settings: dict[str, Any], tokens_per_pass: int = 10_000) -> Config:

@@ -17,8 +17,8 @@ from transformers import LlamaForCausalLM
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import CorruptData, NotSaved
 from outpace.learner import state
+from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import LearnerHost
-from outpace.learner.settings import LearnerSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.protocols import Learner
 from outpace.runtime import diagnostics

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.checkpoint.journal import JournalWriter, read_record
-from outpace.learner.backend import OLD_LOGP
+from outpace.learner.backend import OLD_LOGP, LearnerSettings
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.learner import LearnerHost
-from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.protocols import Learner
 from outpace.types import Floats, GroupRecord, Ints, Row
@@ -56,7 +55,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def core_of(model: PreTrainedModel, tokens_per_pass: int = 64) -> LearnerCore:
-    return LearnerCore(model, LearnerCoreSettings.of(resolved({"learner.tokens_per_pass": tokens_per_pass})))
+    return LearnerCore(model, resolved({"learner.tokens_per_pass": tokens_per_pass}))
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -84,7 +83,7 @@ def test_there_is_one_logprob_per_token_but_the_first(lengths: list[int]) -> Non
 def test_sequence_logprobs_equal_the_logprobs_that_training_compares_with_the_sampler(
     dtype: str, make_rows: Callable[..., list[Row]]
 ) -> None:
-    core = LearnerCore(llama(), LearnerCoreSettings.of(resolved({"model.dtype": dtype, "rollout.temperature": 0.7})))
+    core = LearnerCore(llama(), resolved({"model.dtype": dtype, "rollout.temperature": 0.7}))
     rows = [msgspec.structs.replace(row, mask=np.arange(len(row.tokens)) > 0) for row in make_rows(5)]
     found = sequence_logprobs(core, [row.tokens for row in rows], 0.7)
     for ours, trained in zip(found, core.score(rows), strict=True):

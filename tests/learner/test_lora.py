@@ -17,11 +17,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrain
 from outpace.checkpoint.journal import read_record
 from outpace.errors import BadInput, CorruptData
 from outpace.learner import state
+from outpace.learner.backend import LearnerSettings
 from outpace.learner.core import LearnerCore
 from outpace.learner.forward import PackedForward, PaddedForward
 from outpace.learner.learner import LearnerHost
 from outpace.learner.packing import pack
-from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.torch_backend import TorchBackend, published_tensors
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outpace.types import LoraAdapter, Row
@@ -39,7 +39,7 @@ FIRST = "model.layers.0.self_attn.q_proj"
 def core_of(model: PreTrainedModel, **dotted: Any) -> LearnerCore:
     torch.manual_seed(7)  # of the adapters
     settings = LORA | {key.replace("__", "."): value for key, value in dotted.items()}
-    return LearnerCore(model, LearnerCoreSettings.of(resolved(settings)))
+    return LearnerCore(model, resolved(settings))
 
 
 def trained(core: LearnerCore, make_rows: MakeRows, steps: int = 3, first: int = 0) -> LearnerCore:
@@ -236,7 +236,7 @@ def test_a_state_with_other_adapter_settings_is_rejected(
     def core_with(settings: dict[str, Any]) -> LearnerCore:
         dotted = LORA | {key.replace("__", "."): value for key, value in settings.items()}
         chosen = {key: value for key, value in dotted.items() if value is not None}
-        return LearnerCore(make_llama(), LearnerCoreSettings.of(resolved(chosen)))
+        return LearnerCore(make_llama(), resolved(chosen))
 
     state.save(core_with(saved), tmp_path)
     with pytest.raises(CorruptData, match=message) as caught:

@@ -17,7 +17,6 @@ from outpace.errors import BadInput
 from outpace.learner.core import LearnerCore
 from outpace.learner.loss import interpolation_weights
 from outpace.learner.packing import pack
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.types import Row
 from support import resolved
 
@@ -28,7 +27,7 @@ Gradient = dict[str, Tensor]
 
 def core_of(model: LlamaForCausalLM, settings: dict[str, Any]) -> LearnerCore:
     config = resolved({"learner.max_grad_norm": 1e9, **settings})
-    return LearnerCore(model, replace(LearnerCoreSettings.of(config), dtype="float64"))
+    return LearnerCore(model, config, torch.float64)
 
 
 def gradient_of(core: LearnerCore, rows: list[Row]) -> Gradient:
@@ -156,7 +155,7 @@ def test_the_loss_includes_reference_kl_and_entropy(
         loss.sum().backward()  # type: ignore[no-untyped-call]
         divergence.append(k3.detach().clamp(max=10.0))
     assert_same(found, model)
-    assert core.step().metrics["loss/kl"] == pytest.approx(float(torch.cat(divergence).mean()))
+    assert core.step().metrics["kl"] == pytest.approx(float(torch.cat(divergence).mean()))
 
 
 def test_the_reference_is_fixed_unless_it_is_synced(make_llama: MakeLlama, make_rows: MakeRows) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +17,6 @@ from outpace.config import Config
 from outpace.config.validation import resolve
 from outpace.engines.embedded.decode_batch import DecodeBatch
 from outpace.learner.core import LearnerCore
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.loading import load_model
 from outpace.runtime.rng import request_seed
 from outpace.types import Generation, Sampling, Task
@@ -66,7 +64,7 @@ def test_the_learner_of_the_script_makes_the_same_updates(
     plain = script.Learner(config, make_llama().eval())
     # The script has no mask. The default mask rejects nothing on policy, but these random answers are off policy.
     correction = config.correction.model_copy(update={"masks": []})
-    core = LearnerCore(make_llama(), replace(LearnerCoreSettings.of(config), correction=correction))
+    core = LearnerCore(make_llama(), config.model_copy(update={"correction": correction}))
     for version in range(3):
         batch = [group(number) for number in range(5)]
         loss, norm = plain.train(batch, version)

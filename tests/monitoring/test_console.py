@@ -16,8 +16,8 @@ METRICS = {
     "throughput/sampled_tok_s": 12_345.0,
     "throughput/trained_tok_s": 9_000.0,
     "time/step_s": 2.0,
-    "wait/trainer_s": 0.2,
-    "wait/engine_s": 0.1,
+    "idle/learner_s": 0.2,
+    "idle/engine_s": 0.1,
     "queue/running": 40.0,
     "queue/finished": 7.0,
 }
@@ -72,7 +72,7 @@ def test_a_progress_line_shows_reward_accuracy_lag_waits_and_throughput() -> Non
         "reward 0.5",
         "25.0 % ± 1.9 %",
         "lag 0.75",
-        "trainer 10.0 %",
+        "learner 10.0 %",
         "engine 5.0 %",
     ):
         assert fact in line

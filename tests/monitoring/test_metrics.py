@@ -49,11 +49,11 @@ def test_a_value_that_is_not_finite_is_dropped_and_counted(bad: float) -> None:
     meter.add("reward/mean", 1.0)
     meter.add("reward/mean", bad)
     meter.add("reward/mean", 2.0, weight=bad)
-    meter.put("loss/entropy", bad)
+    meter.put("entropy", bad)
     metrics = meter.flush()
     assert metrics["reward/mean"] == 1.0
     assert metrics["faults/nan_metrics"] == 3
-    assert "loss/entropy" not in metrics
+    assert "entropy" not in metrics
 
 
 def test_a_sum_that_overflows_is_dropped_and_counted() -> None:
@@ -132,8 +132,8 @@ def test_group_reports_become_reward_count_and_waste_metrics() -> None:
     assert metrics["waste/tokens"] == 50
     assert metrics["waste/fraction"] == 0.5
     assert metrics["waste/filtered_tokens"] == 30
-    assert metrics["completion/mean_tokens"] == 12.5
-    assert metrics["completion/truncated"] == 0.5
+    assert metrics["completions/mean_length"] == 12.5
+    assert metrics["completions/clipped_ratio"] == 0.5
     assert metrics["episode/turns"] == 3.0
 
 
@@ -171,7 +171,7 @@ def test_the_lag_of_replayed_groups_is_reported_separately() -> None:
 
 def test_step_publish_load_engine_and_queue_reports_use_the_documented_names() -> None:
     meter = Meter()
-    records.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"loss/entropy": 2.0}))
+    records.record_step(meter, StepReport(3, math.nan, 10, 0.5, 1e-3, skipped=True, metrics={"entropy": 2.0}))
     records.record_publish(meter, Manifest("i", 3, "p", [TensorSpec("w", "float32", [2], 0, 8, 0)], seconds=0.25))
     records.record_load(meter, LoadReport(3, pause_s=0.01, seconds=0.5, bytes=8))
     records.record_load(meter, LoadReport(3, pause_s=0.02, seconds=0.5, bytes=8))
@@ -180,7 +180,7 @@ def test_step_publish_load_engine_and_queue_reports_use_the_documented_names() -
     metrics = meter.flush()
     assert "loss/policy" not in metrics
     assert metrics["faults/skipped_steps"] == metrics["faults/nan_metrics"] == 1
-    assert metrics["loss/entropy"] == 2.0
+    assert metrics["entropy"] == 2.0
     assert metrics["sync/publish_s"] == 0.25
     assert metrics["sync/pause_s"] == pytest.approx(0.03)
     assert metrics["sync/bytes"] == 16

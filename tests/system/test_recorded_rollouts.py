@@ -43,9 +43,9 @@ def test_a_killed_and_resumed_run_records_under_each_step_only_its_groups_and_ea
         "rewards.functions": [f"{tmp_path / 'some_dull.py'}:some_dull"],
         "filter.uniform": True,
         "run.steps": 8,
-        "run.show_rollouts": 2,
+        "run.save_rollouts": 2,
         "checkpoint.every": 3,
-        "model.system": "Be brief.",
+        "model.system_prompt": "Be brief.",
         "run.runtime": "inline",
     }
     run = Path(settings["run.dir"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from outpace.errors import BadInput
 from outpace.runtime.references import closest_names, is_reference, load_function
@@ -111,6 +111,14 @@ class Registry:
 
         return add
 
+    def decorate(self, function: F | None, options: Mapping[str, Any], allowed: Any) -> F | Callable[[F], F]:
+        """Register a function, or return a decorator that does. `allowed` is the type of the options."""
+        for name in options:
+            if name not in allowed.__annotations__:
+                raise TypeError(f"{self.decorator}() got an unexpected keyword argument {name!r}")
+        register: Callable[[F], F] = self.register(**options)
+        return register if function is None else register(function)
+
     def find(self, name: str) -> Any:
         """Return the registration of a built-in name, a registered name or `package.module:function`."""
         if name in self.built_in:
@@ -145,70 +153,51 @@ NORMALIZERS = Registry(NormalizerRegistration, "advantage.normalizer", "a batch 
 REGISTRIES = (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)
 
 
+class PolicyLossOptions(TypedDict, total=False):
+    """Arguments of `policy_loss`: see `PolicyLossRegistration`."""
+
+    old_policies: tuple[OldPolicy, ...]
+    aggregation: Aggregation
+    masks: tuple[str, ...]
+    unbounded: bool
+    ratio: bool
+
+
 @overload
 def policy_loss(function: F, /) -> F: ...
 @overload
-def policy_loss(
-    *,
-    old_policies: tuple[OldPolicy, ...] = ...,
-    aggregation: Aggregation = ...,
-    masks: tuple[str, ...] = ...,
-    unbounded: bool = ...,
-    ratio: bool = ...,
-) -> Callable[[F], F]: ...
-def policy_loss(
-    function: F | None = None,
-    /,
-    *,
-    old_policies: tuple[OldPolicy, ...] = ("recomputed", "rollout", "interpolated"),
-    aggregation: Aggregation = "token_mean",
-    masks: tuple[str, ...] = (),
-    unbounded: bool = False,
-    ratio: bool = True,
-) -> F | Callable[[F], F]:
+def policy_loss(**options: Unpack[PolicyLossOptions]) -> Callable[[F], F]: ...
+def policy_loss(function: Any = None, /, **options: Any) -> Any:
     """Register a policy loss: `f(tokens: Tokens, *, settings…) -> loss per token`."""
-    register: Callable[[F], F] = POLICY_LOSSES.register(
-        old_policies=old_policies, aggregation=aggregation, masks=masks, unbounded=unbounded, ratio=ratio
-    )
-    return register if function is None else register(function)
+    return POLICY_LOSSES.decorate(function, options, PolicyLossOptions)
+
+
+class AdvantageOptions(TypedDict, total=False):
+    """Arguments of `advantage`: see `AdvantageRegistration`."""
+
+    normalizer: str
+    credits: tuple[Credit, ...]
+    additive: bool
+    needs_peers: bool
+    parts: bool
 
 
 @overload
 def advantage(function: F, /) -> F: ...
 @overload
-def advantage(
-    *,
-    normalizer: str = ...,
-    credits: tuple[Credit, ...] = ...,
-    additive: bool = ...,
-    needs_peers: bool = ...,
-    parts: bool = ...,
-) -> Callable[[F], F]: ...
-def advantage(
-    function: F | None = None,
-    /,
-    *,
-    normalizer: str = "none",
-    credits: tuple[Credit, ...] = ("episode", "turn"),
-    additive: bool = False,
-    needs_peers: bool = True,
-    parts: bool = False,
-) -> F | Callable[[F], F]:
+def advantage(**options: Unpack[AdvantageOptions]) -> Callable[[F], F]: ...
+def advantage(function: Any = None, /, **options: Any) -> Any:
     """Register an advantage estimator: `f(group: GroupReturns, *, settings…) -> one advantage per attempt`."""
-    register: Callable[[F], F] = ADVANTAGES.register(
-        normalizer=normalizer, credits=credits, additive=additive, needs_peers=needs_peers, parts=parts
-    )
-    return register if function is None else register(function)
+    return ADVANTAGES.decorate(function, options, AdvantageOptions)
 
 
 @overload
 def normalizer(function: F, /) -> F: ...
 @overload
 def normalizer() -> Callable[[F], F]: ...
-def normalizer(function: F | None = None, /) -> F | Callable[[F], F]:
+def normalizer(function: Any = None, /) -> Any:
     """Register a normalizer: `f(batch: BatchAdvantages, *, settings…) -> per-token advantages, one array per row`."""
-    register: Callable[[F], F] = NORMALIZERS.register()
-    return register if function is None else register(function)
+    return NORMALIZERS.decorate(function, {}, None)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

@@ -3,13 +3,15 @@
     config.toml (every setting, old names) ─▶ resolved.toml (every setting, new names, the format of the directory)
                                            └▶ config.toml (what differs from the defaults)
 
-Checkpoints, journal and logs keep their formats, so the run resumes exactly where it would have. A migration that is
+In `metrics.jsonl`, metrics get their new names. Checkpoints, journal and the other logs keep their formats, so the run
+resumes exactly where it would have. A migration that is
 interrupted can be repeated: `config.toml` is replaced first, its old content is in `config_0_1.toml`, and a directory
 without `resolved.toml` still counts as one of 0.1.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +37,8 @@ from outpace.config.load import (
 from outpace.config.other_libraries import RENAMED, RENAMED_VALUES
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
-from outpace.monitoring.line_file import write_atomically
+from outpace.monitoring.line_file import read_lines, write_atomically
+from outpace.monitoring.metrics import RENAMED_METRICS
 from outpace.monitoring.run_directory import LOCK_FILE, OLD_CONFIG_FILE, RunLock
 
 PRESET = "algorithm.preset"
@@ -58,11 +61,18 @@ def migrate(run: Path) -> str:
         complete = _resolved(values, objects)
         chosen = without_defaults(values, objects) if complete else values
         resolved = dump_resolved(complete) if complete else EMPTY_RESOLVED + tomli_w.dumps(by_section(values))
+        _rename_metrics(run / "metrics.jsonl")
         write_atomically(run / CONFIG_FILE, comment + tomli_w.dumps(by_section(chosen)))
         write_atomically(run / RESOLVED_FILE, resolved)
     finally:
         lock.release()
     return f"{run}: converted; the previous config is in {OLD_CONFIG_FILE}"
+
+
+def _rename_metrics(file: Path) -> None:
+    if file.exists():
+        lines = ({RENAMED_METRICS.get(name, name): value for name, value in line.items()} for line in read_lines(file))
+        write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def renamed_settings(sections: Mapping[str, Any]) -> dict[str, Any]:

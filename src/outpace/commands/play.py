@@ -181,7 +181,7 @@ class Game:
                 return
 
     async def attempt(self, task: Task) -> None:
-        terminal, client = self.terminal, HumanClient(self.terminal, self.config.model.system)
+        terminal, client = self.terminal, HumanClient(self.terminal, self.config.model.system_prompt)
         terminal.note(f"task {task.id}; type /help for the commands")
         try:
             # Same methods as a policy client, without an engine. No episode timeout: people are slow.

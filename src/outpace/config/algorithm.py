@@ -137,6 +137,14 @@ class KlConfig(Section):
     sync_every: Annotated[int, OpenedBy("coefficient")] = Field(default=0, ge=0)
     """Interval in steps at which the reference is replaced by the current policy; 0 keeps the initial policy."""
 
+    @property
+    def in_loss(self) -> bool:
+        return self.coefficient > 0 and self.place == "loss"
+
+    @property
+    def in_reward(self) -> bool:
+        return self.coefficient > 0 and self.place == "reward"
+
 
 class CriticConfig(Section):
     """Value head, for advantage.name = "gae".
@@ -182,6 +190,10 @@ class DifficultyConfig(Section):
     """Skip tasks whose mean reward was at most this for `rest_epochs` epochs."""
     rest_epochs: Annotated[int, OpenedBy("easy_above", "hard_below")] = Field(default=1, ge=1)
     """Number of epochs to skip a task that was too easy or too hard."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.easy_above is not None or self.hard_below is not None
 
 
 class ReplayConfig(Section):
@@ -410,5 +422,5 @@ def full_batch_reasons(config: Config) -> Iterator[str]:
     for name, mask in configured_masks(config.correction).items():
         if mask.registration.scope == "batch":
             yield f"the mask {name} needs the tokens of the whole batch"
-    if config.kl.coefficient > 0 and config.kl.place == "reward":
+    if config.kl.in_reward:
         yield 'kl.place = "reward" changes rewards before advantages are computed'

@@ -21,14 +21,17 @@ class Section(BaseModel):
 
 
 class OpenedBy:
-    """Marks a field that is read only if one of these fields of its section is on: set, and not false or its default.
+    """Marks a field that is read only if one of these fields of its section is on: set, and not false or its default;
+    or, if `values` are given, only if it has one of them.
 
-    A config that sets the field although all of them are off is rejected."""
+    A config that sets the field although nothing reads it is rejected."""
 
-    def __init__(self, *switches: str) -> None:
-        self.switches = switches
+    def __init__(self, *switches: str, values: tuple[str, ...] = ()) -> None:
+        self.switches, self.values = switches, values
 
     def is_open(self, section: Section) -> bool:
+        if self.values:
+            return any(getattr(section, switch) in self.values for switch in self.switches)
         return any(_is_on(section, switch) for switch in self.switches)
 
 

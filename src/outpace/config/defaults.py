@@ -137,7 +137,7 @@ def by_section(values: Values) -> dict[str, dict[str, Any]]:
 def fill_defaults(config: Config) -> Config:
     """Return the config with its preset, the settings of its functions and every dependent default filled in."""
     preset = _preset(config)
-    config = _fill(config, {key: value for key, value in preset.items() if key in DIRECT_PRESET_KEYS})
+    config = _fill(config, {key: value for key, value in preset.items() if _is_field(config, key)})
     config = _open_loss_and_advantage(config, preset)
     config = _open_correction(config, preset)
     config = _fill(config, _dependent_defaults(config))
@@ -152,11 +152,10 @@ def _fill(config: Config, defaults: Values) -> Config:
     return with_defaults(config, {key: value for key, value in defaults.items() if not is_set(config, key)})
 
 
-DIRECT_PRESET_KEYS = frozenset(
-    ("policy_loss.name", "policy_loss.old_policy", "policy_loss.aggregation", "advantage.name", "advantage.normalizer",
-     "advantage.credit", "correction.weight", "correction.masks", "filter.uniform")
-)  # fmt: skip
-"""Keys of presets that are not settings of a function."""
+def _is_field(config: Config, dotted: str) -> bool:
+    """Return whether the key is one of its section, not a setting of a function."""
+    section, _, key = dotted.partition(".")
+    return key in type(getattr(config, section)).model_fields
 
 
 def _preset(config: Config) -> dict[str, Any]:
@@ -256,4 +255,5 @@ def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
 def _why_closed(name: str, section: Section, mark: OpenedBy) -> str:
     values = {f"{name}.{switch}": getattr(section, switch) for switch in mark.switches}
     shown = (f"{key} is {'not set' if value is None else json.dumps(value)}" for key, value in values.items())
-    return f"it has no effect because {' and '.join(shown)}; change that"
+    remedy = f"use {' or '.join(mark.values)}" if mark.values else "change that"
+    return f"it has no effect because {' and '.join(shown)}; {remedy}"

@@ -8,22 +8,26 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from outpace.config.base import OpenedBy, Section
+from outpace.types import LoraAdapter
 
 DEFAULT_SLOTS = 64
+
+OfEmbedded = OpenedBy("kind", values=("embedded",))
+OfServers = OpenedBy("kind", values=("vllm", "sglang"))
 
 
 class EngineConfig(Section):
     """Inference engines: embedded, vLLM or SGLang.
 
-    `engine.path` applies to the embedded engine only. `engine.urls`, `engine.api_key_env`, `engine.retries`,
-    `engine.seeded` and the settings in seconds apply to servers only.
+    `engine.kind` decides which of the other keys apply: `engine.decoder` to the embedded engine, `engine.urls` and
+    those from `engine.api_key_env` on to servers.
     """
 
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
     """Engine kind: the embedded engine, or vLLM or SGLang servers reached over HTTP."""
     count: int | None = Field(default=None, ge=1)
     """Number of engines. Default: 1, or the number of `urls`."""
-    urls: list[str] = []
+    urls: Annotated[list[str], OfServers] = []
     """URLs of running servers, such as `http://host:8000`. If empty, outpace starts the servers: see `launch`."""
     slots: int | None = Field(default=None, ge=1)
     """Maximum sequences that one engine decodes concurrently. Default: 64; for the built-in models half of a batch's
@@ -36,22 +40,22 @@ class EngineConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """Maximum CPU compute threads of one engine; it uses fewer where more do not help. Default: run.threads, or as many
     as the machine's load allows."""
-    path: Literal["auto", "fast", "general"] = "auto"
+    decoder: Annotated[Literal["auto", "fast", "general"], OfEmbedded] = "auto"
     """Decoder of the embedded engine: `fast` supports the Llama family, `general` any causal LM; `auto` picks one."""
-    api_key_env: str = "OUTPACE_ENGINE_API_KEY"
+    api_key_env: Annotated[str, OfServers] = "OUTPACE_ENGINE_API_KEY"
     """Environment variable that holds the servers' API key. May be unset if the servers need no key."""
-    retries: int = Field(default=2, ge=0)
+    retries: Annotated[int, OfServers] = Field(default=2, ge=0)
     """Retries of a failed query or control call to a server. Requests for tokens are not counted: a failed one is
     continued on another engine, or on the same one if there is no other."""
-    idle_s: float = Field(default=60.0, gt=0)
+    idle_s: Annotated[float, OfServers] = Field(default=60.0, gt=0)
     """A request that has produced no token for this long is considered lost. Pauses of its server do not count."""
-    control_s: float = Field(default=120.0, gt=0)
+    control_s: Annotated[float, OfServers] = Field(default=120.0, gt=0)
     """Timeout of one call that pauses, updates or resumes a server."""
-    probe_s: float = Field(default=5.0, gt=0)
+    probe_s: Annotated[float, OfServers] = Field(default=5.0, gt=0)
     """Interval between health probes; a probe samples one token."""
-    probe_deadline_s: float = Field(default=10.0, gt=0)
+    probe_deadline_s: Annotated[float, OfServers] = Field(default=10.0, gt=0)
     """Timeout of a health probe. After three consecutive timeouts the server is considered dead."""
-    seeded: bool = False
+    seeded: Annotated[bool, OfServers] = False
     """Send a seed with every request. Slows down sampling, and still does not make servers exactly reproducible."""
 
     @property
@@ -125,6 +129,14 @@ class LoraConfig(Section):
         "down_proj",
     ]
     """Linear layers that get an adapter, by name suffix. An output head tied to the embeddings cannot have one."""
+
+    @property
+    def adapter(self) -> LoraAdapter | None:
+        """The adapter to train, or None if the full model is trained. Needs a resolved config."""
+        if self.rank == 0:
+            return None
+        assert self.alpha is not None, "the config must be resolved"
+        return LoraAdapter(self.rank, self.alpha, list(self.targets))
 
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}

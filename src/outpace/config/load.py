@@ -28,10 +28,11 @@ from pydantic.fields import FieldInfo
 
 from outpace.config import Config
 from outpace.config.algorithm import ChoiceSection, function_parameters
-from outpace.config.base import Section, first_error, json_or_text, parse_text, shown, takes_text, type_name
+from outpace.config.base import OpenedBy, Section, first_error, json_or_text, parse_text, shown, takes_text, type_name
 from outpace.config.defaults import by_section, fill_defaults, unused_keys
 from outpace.config.engines import LaunchConfig
 from outpace.config.other_libraries import equivalent_setting, names_with_equivalent, renamed_setting
+from outpace.config.presets import PRESETS
 from outpace.config.validation import check
 from outpace.errors import BadInput, one_line, with_article
 from outpace.runtime.references import closest_names
@@ -154,8 +155,10 @@ def keys_replaced_by(file: FlatSettings, overrides: FlatSettings) -> set[str]:
         if key.startswith(f"{section}.") and key not in FIELDS and _changes(f"{section}.name", file, overrides)
     }
     if _changes("engine.kind", file, overrides):
-        uses_dir = overrides["engine.kind"] != "embedded" or {**file, **overrides}.get("weights.delta")
-        return replaced | ENGINE_KIND_KEYS | (set() if uses_dir else {"weights.dir"})
+        kind = overrides["engine.kind"]
+        unread = {key for key, info in FIELDS.items() if _is_of_another_kind(info, kind)}
+        uses_dir = kind != "embedded" or {**file, **overrides}.get("weights.delta")
+        return replaced | unread | SERVER_KEYS | (set() if uses_dir else {"weights.dir"})
     if overrides.get("engine.urls"):
         return replaced | {"engine.count", *LAUNCH_KEYS}
     if any(overrides.get(key) is not None for key in LAUNCH_KEYS):
@@ -164,18 +167,22 @@ def keys_replaced_by(file: FlatSettings, overrides: FlatSettings) -> set[str]:
 
 
 def _changes(key: str, file: FlatSettings, overrides: FlatSettings) -> bool:
-    before = file.get(key, FIELDS[key].default)
+    preset = PRESETS.get(file.get("algorithm.preset", ""))
+    before = file.get(key, preset.values.get(key) if preset else None) or FIELDS[key].default
     return bool(overrides.get(key, before) != before)
+
+
+def _is_of_another_kind(info: FieldInfo, kind: str) -> bool:
+    return any(isinstance(mark, OpenedBy) and mark.values and kind not in mark.values for mark in info.metadata)
 
 
 LAUNCH_KEYS = {f"launch.{key}" for key in LaunchConfig.model_fields}
 """Settings that apply only to servers that outpace starts."""
 
-ENGINE_KIND_KEYS = {
-    "engine.urls", "engine.count", "engine.path", "engine.api_key_env", "engine.seeded", "weights.transport",
-    *LAUNCH_KEYS,
+SERVER_KEYS = {
+    "engine.urls", "engine.count", "engine.api_key_env", "engine.seeded", "weights.transport", *LAUNCH_KEYS
 }  # fmt: skip
-"""Settings that apply to, or name, engines of one kind."""
+"""Settings that name or depend on certain servers, so those of another kind do not take them over."""
 
 
 # ------------------------------------------------------------------------------------------------------- run directory

@@ -132,7 +132,7 @@ class ModelConfig(Section):
     """Dtype of the model weights, in the engine and in the learner."""
     trust_remote_code: bool = False
     """Allow Python code shipped with the model to run."""
-    system: str | None = None
+    system_prompt: str | None = None
     """System message added to every prompt that has none."""
     renderer: str | None = None
     """Chat renderer: `template`, or a family of the package `renderers`, such as `qwen3`. Default: by model name."""
@@ -380,7 +380,7 @@ class RunConfig(Section):
     deterministic run it is fixed at all cores, or half of them for an asynchronous engine."""
     stall_s: float = Field(default=600.0, gt=0)
     """End the run when nothing has made progress for this long."""
-    show_rollouts: int = Field(default=4, ge=0)
+    save_rollouts: int = Field(default=4, ge=0)
     """Groups per step to save in `rollouts/`; 0 saves none, not even filtered or failed groups."""
     rollouts_mb: int = Field(default=1024, ge=1)
     """Maximum size of `rollouts/` in megabytes; beyond it the oldest files are deleted."""

@@ -46,12 +46,7 @@ def _check_embedded(config: Config) -> Iterator[str]:
     if config.engine.kind != "embedded":
         return
     remedy = 'engine.kind is "embedded"; set it to vllm or sglang, or leave this out'
-    if config.engine.urls:
-        yield f"engine.urls: {remedy}"
     yield from (f"{key}: no server is started, because {remedy}" for key in _changed("launch", config.launch))
-    for key in _changed("engine", config.engine):
-        if key in ("engine.api_key_env", "engine.seeded"):
-            yield f"{key}: only servers use it, and {remedy}"
     if config.weights.transport != "auto":
         yield f"weights.transport: the embedded engine always reads weights from memory, and {remedy}"
     if config.weights.dir is not None and not config.weights.delta:
@@ -62,8 +57,6 @@ def _check_server_source(config: Config) -> Iterator[str]:
     engine = config.engine
     if engine.kind == "embedded":
         return
-    if engine.path != "auto":
-        yield f"engine.path: only the embedded engine uses it, and engine.kind is {engine.kind}; leave this out"
     if engine.urls and engine.count != len(engine.urls):
         servers = plural(len(engine.urls), "server")
         yield f"engine.count: is {engine.count}, but engine.urls lists {servers}; leave this out"

@@ -34,12 +34,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import floor
 
 import msgspec
 
+from outpace.config.algorithm import ReplayConfig
 from outpace.errors import plural
 from outpace.types import Version
 
@@ -188,13 +188,6 @@ class Batcher:
         return trained
 
 
-@dataclass(frozen=True)
-class ReplaySettings:
-    fraction: float
-    max_age: int
-    times: int
-
-
 class ReplayEntry(msgspec.Struct):
     """A trained group that may be trained again. Its fields are stored in checkpoints."""
 
@@ -207,7 +200,7 @@ class ReplayPool:
     """Chooses past groups to train again. Disabled without settings, or if the fraction rounds down to no group."""
 
     def __init__(
-        self, settings: ReplaySettings | None, groups_per_step: int, pool: Mapping[int, ReplayEntry] | None = None
+        self, settings: ReplayConfig | None, groups_per_step: int, pool: Mapping[int, ReplayEntry] | None = None
     ) -> None:
         self._settings = settings
         # Rounded, so that 0.29 * 100 = 28.999999999999996 does not lose a group.

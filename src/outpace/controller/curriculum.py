@@ -22,18 +22,11 @@ Rests are merged by their latest end, so the order in which they arrive does not
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
+from outpace.config.algorithm import DifficultyConfig
 from outpace.types import Version
-
-
-@dataclass(frozen=True)
-class CurriculumSettings:
-    easy_above: float | None  # None: no task is too easy
-    hard_below: float | None  # None: no task is too hard
-    rest_epochs: int
 
 
 class CurriculumState(msgspec.Struct, frozen=True):
@@ -49,7 +42,7 @@ class Curriculum:
     """Decides which visits to skip. Without settings it skips nothing and remembers nothing."""
 
     def __init__(
-        self, settings: CurriculumSettings | None, tasks: int, deterministic: bool, state: CurriculumState
+        self, settings: DifficultyConfig | None, tasks: int, deterministic: bool, state: CurriculumState
     ) -> None:
         self._settings = settings
         self._tasks = tasks
@@ -84,7 +77,7 @@ class Curriculum:
             self._rest(task, returns)
 
     @staticmethod
-    def _is_extreme(reward: float, settings: CurriculumSettings) -> bool:
+    def _is_extreme(reward: float, settings: DifficultyConfig) -> bool:
         easy = settings.easy_above is not None and reward >= settings.easy_above
         hard = settings.hard_below is not None and reward <= settings.hard_below
         return easy or hard

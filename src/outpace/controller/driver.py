@@ -28,6 +28,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.config.sections import SuperviseConfig
 from outpace.controller import events as ev
 from outpace.controller.engine_registry import Components, EngineRegistry, FleetMembership, StartEngine
 from outpace.controller.evaluation import Evaluator
@@ -37,7 +38,7 @@ from outpace.controller.policy_versions import PolicyVersions
 from outpace.controller.recorder import Recorder
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, SupervisionSettings, Watchdog
+from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, Watchdog
 from outpace.controller.task_feed import TaskFeed
 from outpace.controller.training import SaveCheckpoint, Training
 from outpace.errors import ComponentFailed, ComponentLost, Stalled
@@ -57,7 +58,8 @@ WATCH_S = 1.0
 class DriverSettings:
     stall_s: float
     groups: GroupSettings
-    supervision: SupervisionSettings
+    supervise: SuperviseConfig
+    all_engines: bool = False  # the run cannot continue without every engine
     leaving_s: float = 60.0  # how long a leaving engine may take to finish its requests
 
 
@@ -92,10 +94,11 @@ class Driver:
             components.runtime,
             components.names,
             components.engines,
-            settings.supervision,
+            settings.supervise,
             post,
             self._notice,
             self._registry.resend,
+            settings.all_engines,
         )
         self._groups = GroupTracker(components, self._supervisor, recorder, settings.groups, recovered, post)
         self._training = Training(scheduler, components, self._supervisor, recorder, self._groups, save, post)

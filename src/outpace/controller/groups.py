@@ -110,7 +110,7 @@ WARN_AFTER_GROUPS = 6
 @dataclass(frozen=True)
 class GroupSettings:
     group_size: int
-    show_rollouts: int  # groups per step
+    save_rollouts: int  # groups per step
     limits: FailureLimits
 
 
@@ -247,7 +247,7 @@ class GroupTracker:
 
     async def record_rollouts(self, step: Version, groups: Sequence[FinishedGroup]) -> None:
         """Have a worker write evenly spaced sample groups of a step to `rollouts/`."""
-        count = min(self._settings.show_rollouts, len(groups))
+        count = min(self._settings.save_rollouts, len(groups))
         chosen = [groups[index * len(groups) // count] for index in range(count)]
         places = [kept.report.place for kept in chosen if kept.report.place]
         if places:

@@ -43,18 +43,9 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from outpace.controller.batcher import ReplaySettings
-from outpace.controller.curriculum import CurriculumSettings
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.errors import BadInput, plural
 from outpace.types import Version
-
-
-@dataclass(frozen=True)
-class GovernorSettings:
-    ess_min: float
-    kl_max: float
-    patience: int
-    min_lag: int
 
 
 class GovernorState(msgspec.Struct, frozen=True):
@@ -69,7 +60,7 @@ class GovernorState(msgspec.Struct, frozen=True):
 class Governor:
     """Adjusts the allowed lag by how off-policy batches are. Without settings it is always `max_lag`."""
 
-    def __init__(self, settings: GovernorSettings | None, max_lag: int, state: GovernorState) -> None:
+    def __init__(self, settings: GovernorConfig | None, max_lag: int, state: GovernorState) -> None:
         self._settings = settings
         self._max = max_lag
         self._min = max_lag if settings is None else min(settings.min_lag, max_lag)
@@ -129,9 +120,9 @@ class SchedulerSettings:
     eval_every: int  # 0: only the first and the last version
     eval_enabled: bool
     checkpoint_every: int  # 0: only at the end
-    governor: GovernorSettings | None = None  # None: the allowed lag is always max_lag
-    difficulty: CurriculumSettings | None = None  # None: no task is skipped
-    replay: ReplaySettings | None = None  # None: no group is trained twice
+    governor: GovernorConfig | None = None  # None: the allowed lag is always max_lag
+    difficulty: DifficultyConfig | None = None  # None: no task is skipped
+    replay: ReplayConfig | None = None  # None: no group is trained twice
     streamed: bool = False  # tasks arrive during the run, as `TasksAdded`
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from outpace.config.sections import SuperviseConfig
 from outpace.controller.events import EngineJoined, EngineLeft, EngineLost, Event
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, plural
 from outpace.protocols import Engine
@@ -132,13 +133,6 @@ class ComponentRemoved(ComponentFailed):
     """A component left the run for good, and the run continues without it."""
 
 
-@dataclass(frozen=True)
-class SupervisionSettings:
-    probe_s: float
-    silent_s: float
-    all_engines: bool = False  # the run cannot continue without every engine
-
-
 class ComponentSupervisor:
     """Watches all components, restarts dead ones and repeats the calls they lost."""
 
@@ -147,13 +141,15 @@ class ComponentSupervisor:
         runtime: Runtime,
         names: Iterable[str],
         engines: Mapping[str, Engine],
-        settings: SupervisionSettings,
+        settings: SuperviseConfig,
         post: Callable[[Event | BaseException], None],
         notice: Callable[[str, str], None],
         on_restart: Callable[[str], None] = lambda component: None,
+        all_engines: bool = False,
     ) -> None:
         """`post` puts an event or error into the driver's queue. `notice` reports a component's role and what
-        happened to it. `on_restart` is called with the name of a restarted component."""
+        happened to it. `on_restart` is called with the name of a restarted component. `all_engines`: the run cannot
+        continue without every engine."""
         self._runtime = runtime
         self._roles: dict[str, ComponentKind] = {}
         self._engines = engines
@@ -162,6 +158,7 @@ class ComponentSupervisor:
         self._notice = notice
         self._on_restart = on_restart
         self._policies: dict[str, RestartPolicy] = {}
+        self._all_engines = all_engines
         self._up: dict[str, asyncio.Event] = {}
         self._restart_counts: dict[str, int] = {}
         self._silent: dict[str, float] = {}
@@ -275,7 +272,7 @@ class ComponentSupervisor:
 
     def _give_up(self, name: str, failure: ComponentFailed) -> None:
         others = [component for component, role in self._roles.items() if role == "engine" and component != name]
-        if self._roles[name] != "engine" or self._settings.all_engines or not any(self._up[o].is_set() for o in others):
+        if self._roles[name] != "engine" or self._all_engines or not any(self._up[o].is_set() for o in others):
             self._post(failure)
             return
         self._notice("engine", f"{failure}; the run continues without it")

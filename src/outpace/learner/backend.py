@@ -14,13 +14,16 @@ This module imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from outpace.config import Config
 from outpace.errors import OutpaceError
-from outpace.types import ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
+from outpace.hardware.cores import CoreSharing
+from outpace.types import ChunkReport, Floats, GroupRecord, Ints, JournalLocation, LoraAdapter, Row, StepReport, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +47,26 @@ WriteState = Callable[[Path], None]
 
 class NotFinite(OutpaceError):
     """`learner.max_bad_steps` consecutive steps had a non-finite loss or gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """What `LearnerHost` and its backend are built from.
+
+    - `config`: resolved
+    - `read_group`: fetches a finished group, from wherever the workers put it
+    - `snapshots`: directory in memory for published weights
+    - `bad_steps`: directory for the groups of bad steps; None: they are not kept"""
+
+    config: Config
+    read_group: Callable[[JournalLocation], GroupRecord]
+    snapshots: Path
+    incarnation: str
+    bad_steps: Path | None = None
+    device: str = "cpu"
+    gpu_memory: float = 1.0  # fraction of the GPU memory that the learner may use
+    threads: int | None = None  # None: torch's default
+    sharing: CoreSharing | None = None  # adjusts the thread count during the run; None: it is fixed
 
 
 class LearnerBackend(Protocol):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from transformers import PreTrainedModel
 
 from outpace.algorithms import losses
 from outpace.algorithms.token_advantages import with_advantages
+from outpace.config import Config
+from outpace.config.algorithm import CriticConfig, configured_advantage
 from outpace.errors import plural
 from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
 from outpace.learner.forward import Forward, ForwardOptions, ForwardOutputs, choose_forward, matching_forward
@@ -32,7 +35,6 @@ from outpace.learner.metrics import StepTotals, step_metrics
 from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
 from outpace.learner.packing import PackedBatch, pack
 from outpace.learner.reference import Reference, make_reference
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.models.lora import LoraAdapters
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, Row, StepReport, Version
 
@@ -45,31 +47,33 @@ Update = tuple[float, float]
 class LearnerCore:
     """Owns the model, the optimizer and, if the algorithm needs them, a reference and a critic. Not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, settings: LearnerCoreSettings) -> None:
-        self.settings = settings
+    def __init__(self, model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> None:
+        """`config` must be resolved. `dtype` is that of matrix products and published weights, by default that of the
+        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests)."""
+        self.config = config
+        self.dtype = dtype or getattr(torch, config.model.dtype)
         self.model = model
         self.version: Version = 0
         self.tokens = 0  # trained since the start of the run
         self.bad_steps = 0  # consecutive steps with a skipped update
         self.engine_kl = 0.0  # latest KL on tokens sampled by the version being trained
-        dtype = getattr(torch, settings.dtype)
-        self.adapters = LoraAdapters(model, settings.adapter) if settings.adapter else None
-        _prepare(model, settings.learner.gradient_checkpointing, torch.float64 if dtype == torch.float64 else None)
-        options = ForwardOptions(
-            settings.temperature, dtype, settings.algorithm.entropy_coefficient != 0, settings.critic is not None
-        )
-        logprobs_only = ForwardOptions(settings.temperature, dtype)
+        self.adapters = LoraAdapters(model, config.lora.adapter) if config.lora.adapter else None
+        double = torch.float64 if self.dtype == torch.float64 else None
+        _prepare(model, config.learner.gradient_checkpointing, double)
+        has_critic = configured_advantage(config.advantage).registration.critic
+        logprobs_only = ForwardOptions(config.rollout.temperature, self.dtype)
+        options = replace(logprobs_only, entropy_gradient=config.algorithm.entropy_coefficient != 0, hidden=has_critic)
         self._forward = choose_forward(model, options)
         self.reference: Reference | None = (
-            make_reference(model, self.adapters, self._forward, logprobs_only) if settings.kl.coefficient > 0 else None
+            make_reference(model, self.adapters, self._forward, logprobs_only) if config.kl.coefficient > 0 else None
         )
-        self.critic = _make_critic(model, settings)
-        self._loss = LossAssembly(settings)
+        self.critic = _make_critic(model, config.critic) if has_critic else None
+        self._loss = LossAssembly(config)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.critic_parameters = (
             {f"critic.{name}": p for name, p in self.critic.named_parameters()} if self.critic else {}
         )
-        self.optimizer = make_optimizer(self.parameters, self.critic_parameters, settings)
+        self.optimizer = make_optimizer(self.parameters, self.critic_parameters, config)
         self._accumulated = StepTotals()  # since the last update
         self._step = StepTotals()  # since the last version
         self._updates: list[Update] = []  # since the last version
@@ -81,7 +85,7 @@ class LearnerCore:
         """Run forward and backward over these rows, adding to the gradient of the next update."""
         started = time.perf_counter()
         chunk = StepTotals()
-        for packed in pack(rows, self.settings.learner.tokens_per_pass, extras):
+        for packed in pack(rows, self.config.learner.tokens_per_pass, extras):
             chunk.add(self._train_pass(packed, replayed))
         self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
@@ -96,7 +100,7 @@ class LearnerCore:
         )
 
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
-        reference_logp_N = self.reference.logp(packed) if self.reference and self.settings.kl_in_loss else None
+        reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
         outputs = self._forward(packed)
         values_N = self._values(outputs)
         gradient = self._loss.gradient(packed, outputs, self.version, reference_logp_N, values_N)
@@ -125,7 +129,7 @@ class LearnerCore:
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
         trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
         unweighted = [with_advantages(row, _NO_ADVANTAGE) for row in rows]  # scoring does not read advantages
-        for packed in pack(unweighted, self.settings.learner.tokens_per_pass):
+        for packed in pack(unweighted, self.config.learner.tokens_per_pass):
             ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.documents))[:-1]
             by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
             for document in range(packed.documents):
@@ -135,19 +139,15 @@ class LearnerCore:
 
     @property
     def _score_names(self) -> list[str]:
-        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self._kl_in_reward}
+        names = {OLD_LOGP: True, OLD_VALUES: self.critic is not None, REFERENCE_LOGP: self.config.kl.in_reward}
         return [name for name, wanted in names.items() if wanted]
-
-    @property
-    def _kl_in_reward(self) -> bool:
-        return self.reference is not None and not self.settings.kl_in_loss
 
     def _score_pass(self, packed: PackedBatch) -> dict[str, Floats]:
         outputs = self._forward(packed)
         found = {OLD_LOGP: outputs.logp_N}
         if (values_N := self._values(outputs)) is not None:
             found[OLD_VALUES] = values_N
-        if self.reference is not None and self._kl_in_reward:
+        if self.reference is not None and self.config.kl.in_reward:
             found[REFERENCE_LOGP] = self.reference.logp(packed)
         return {name: values.cpu().numpy() for name, values in found.items()}
 
@@ -158,9 +158,10 @@ class LearnerCore:
         or gradient norm is not finite."""
         started = time.perf_counter()
         totals, self._accumulated = self._accumulated, StepTotals()
-        denominator = losses.loss_denominator(
-            self.settings.aggregation, totals.tokens, totals.sequences, self.settings.max_completion_tokens
-        )
+        aggregation, limit = self.config.policy_loss.aggregation, self.config.rollout.max_tokens
+        assert aggregation is not None, "the config must be resolved"
+        assert limit is not None, "the config must be resolved"
+        denominator = losses.loss_denominator(aggregation, totals.tokens, totals.sequences, limit)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         loss = totals.loss_sum / denominator
         grad_norm = float(nn.utils.get_total_norm(gradients)) / denominator if totals.tokens else 0.0
@@ -172,7 +173,7 @@ class LearnerCore:
         self._seconds += time.perf_counter() - started
 
     def _apply(self, gradients: list[Tensor], grad_norm: float, denominator: float) -> None:
-        limit = self.settings.learner.max_grad_norm
+        limit = self.config.learner.max_grad_norm
         torch._foreach_mul_(gradients, clip_factor(grad_norm, limit) / denominator)
         if self.critic_parameters:
             critic_gradients = [p.grad for p in self.critic_parameters.values() if p.grad is not None]
@@ -191,10 +192,10 @@ class LearnerCore:
         if fresh := step.sums["tokens_fresh"]:
             self.engine_kl = step.sums["kl_fresh"] / fresh
         lr = self._learning_rate()
-        passes = self.settings.algorithm.epochs_per_batch
+        passes = self.config.algorithm.epochs_per_batch
         self.version += 1
         self.tokens += step.tokens // passes
-        if self.reference is not None and (every := self.settings.kl.sync_every) and self.version % every == 0:
+        if self.reference is not None and (every := self.config.kl.sync_every) and self.version % every == 0:
             self.reference.refresh()
         seconds, self._seconds = self._seconds, 0.0
         update_losses, norms = zip(*([*filter(_is_finite, updates)] or updates), strict=True)
@@ -219,17 +220,15 @@ class LearnerCore:
         self._accumulated = StepTotals()
 
     def _learning_rate(self) -> float:
-        config = self.settings.learner
+        config, steps = self.config.learner, self.config.run.steps
         assert config.lr is not None, "the config must be resolved"
-        return learning_rate(
-            config.lr, self.version, self.settings.total_steps, config.schedule, config.lr_warmup_steps
-        )
+        return learning_rate(config.lr, self.version, steps, config.schedule, config.lr_warmup_steps)
 
     def _check_finite(self, updates: list[Update]) -> bool:
         """Return whether an update of this step was skipped. Raise `NotFinite` after too many such steps in a row."""
         bad = [update for update in updates if not _is_finite(update)]
         self.bad_steps = self.bad_steps + 1 if bad else 0
-        if self.bad_steps >= self.settings.learner.max_bad_steps:
+        if self.bad_steps >= self.config.learner.max_bad_steps:
             raise NotFinite(
                 f"{plural(self.bad_steps, 'consecutive step')} with a non-finite loss or gradient "
                 f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
@@ -241,13 +240,11 @@ def _is_finite(update: Update) -> bool:
     return all(map(math.isfinite, update))
 
 
-def _make_critic(model: PreTrainedModel, settings: LearnerCoreSettings) -> ValueHead | None:
-    if settings.critic is None:
-        return None
+def _make_critic(model: PreTrainedModel, config: CriticConfig) -> ValueHead:
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
-    return ValueHead(width, settings.critic.shared).to(device=model.device, dtype=model.dtype)
+    return ValueHead(width, config.shared).to(device=model.device, dtype=model.dtype)
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
@@ -271,8 +268,8 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     vocabulary = int(core.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
     known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
     rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
-    options = ForwardOptions(temperature, getattr(torch, core.settings.dtype))
-    scored = _scores(matching_forward(core._forward, core.model, options), rows, core.settings.learner.tokens_per_pass)
+    forward = matching_forward(core._forward, core.model, ForwardOptions(temperature, core.dtype))
+    scored = _scores(forward, rows, core.config.learner.tokens_per_pass)
     nan = np.float32(np.nan)
     return [
         next(scored) if valid and len(tokens) > 1 else np.full(max(len(tokens) - 1, 0), nan)

@@ -39,9 +39,8 @@ import torch
 
 from outpace.checkpoint.commit import write_durably
 from outpace.errors import NotSaved
-from outpace.learner.backend import LearnerBackend, NotFinite, WriteState
+from outpace.learner.backend import LearnerBackend, LearnerSettings, NotFinite, WriteState
 from outpace.learner.batch_learner import BatchLearner
-from outpace.learner.settings import LearnerSettings
 from outpace.learner.state import write_tensors
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics

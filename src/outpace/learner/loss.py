@@ -26,12 +26,12 @@ from torch import Tensor
 from outpace.algorithms import corrections, losses
 from outpace.algorithms.corrections import staleness_sums
 from outpace.algorithms.losses import Tokens
+from outpace.config import Config
 from outpace.config.algorithm import configured_masks, configured_policy_loss, weight_settings
 from outpace.errors import BadInput, plural
 from outpace.learner.backend import KEEP, OLD_LOGP, OLD_VALUES, RETURNS
 from outpace.learner.forward import ForwardOutputs
 from outpace.learner.packing import PackedBatch
-from outpace.learner.settings import LearnerCoreSettings
 from outpace.types import Floats, Ints, Version
 
 
@@ -50,11 +50,12 @@ class LossGradient:
 class LossAssembly:
     """Combines policy loss, corrections, KL, entropy and value loss into one loss."""
 
-    def __init__(self, settings: LearnerCoreSettings) -> None:
-        self._settings = settings
-        self._policy_loss = configured_policy_loss(settings.policy_loss)
-        self._old_policy = settings.old_policy
-        masks = configured_masks(settings.correction)  # batch masks arrive as `KEEP`
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._policy_loss = configured_policy_loss(config.policy_loss)
+        assert config.policy_loss.aggregation is not None, "the config must be resolved"
+        self._old_policy, self._aggregation = config.policy_loss.old_policy, config.policy_loss.aggregation
+        masks = configured_masks(config.correction)  # batch masks arrive as `KEEP`
         self._masks = {name: mask.settings for name, mask in masks.items() if mask.registration.scope != "batch"}
 
     def gradient(
@@ -66,7 +67,7 @@ class LossAssembly:
         values_N: Tensor | None = None,
     ) -> LossGradient:
         tokens = self._tokens(packed, outputs.logp_N, version)
-        weights_N = losses.aggregation_weights(self._settings.aggregation, tokens)
+        weights_N = losses.aggregation_weights(self._aggregation, tokens)
         correction_N, keep_N = self._corrections(tokens, packed.extras)
         policy = (self._policy_losses(tokens) * (correction_N * weights_N)).sum(dtype=torch.float64)
         (coefficient_N,) = torch.autograd.grad(policy, tokens.logp_N)
@@ -85,7 +86,7 @@ class LossAssembly:
             kl_N, coefficients_N = self._kl_to_reference(tokens, reference_logp_N, weights_N)
             coefficient_N = coefficient_N + coefficients_N
             sums["kl_reference"] = kl_N.sum(dtype=torch.float64).item()
-            total += self._settings.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64).item()
+            total += self._config.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64).item()
         entropy_N, entropy_loss = self._entropy(outputs.entropy_N, weights_N)
         value_N, value_loss, error_sum = self._values(packed.extras, values_N, weights_N)
         if values_N is not None:
@@ -130,7 +131,7 @@ class LossAssembly:
 
     def _corrections(self, tokens: Tokens, extras: Mapping[str, Floats]) -> tuple[Tensor, Tensor]:
         """Return the correction weight of every token (0 if rejected), and which tokens are kept."""
-        correction = self._settings.correction
+        correction = self._config.correction
         current_N = tokens.logp_N.detach()
         corrected = (
             self._old_policy != "rollout" and self._policy_loss.registration.ratio
@@ -146,14 +147,14 @@ class LossAssembly:
 
     def _kl_to_reference(self, tokens: Tokens, reference_logp_N: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return the KL to the reference per token, and its gradient including coefficient and weights."""
-        config = self._settings.kl
+        config = self._config.kl
         leaf_N = tokens.logp_N
         kl_N = losses.kl_penalty(config.estimator or "k3", leaf_N, reference_logp_N, leaf_N - tokens.sampler_logp_N)
         (gradient_N,) = torch.autograd.grad((kl_N * weights_N).sum(), leaf_N)
         return kl_N.detach(), config.coefficient * gradient_N
 
     def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor | None, float]:
-        bonus = self._settings.algorithm.entropy_coefficient
+        bonus = self._config.algorithm.entropy_coefficient
         if bonus == 0:
             return None, 0.0
         gradient_N = -bonus * weights_N.to(entropy_N.dtype)
@@ -167,8 +168,7 @@ class LossAssembly:
         Returns its gradient, its contribution to the loss, and its unweighted sum over tokens."""
         if values_N is None:
             return None, 0.0, 0.0
-        critic = self._settings.critic
-        assert critic is not None
+        critic = self._config.critic
         leaf_N = values_N.detach().requires_grad_()
         old_N, returns_N = _like(extras[OLD_VALUES], leaf_N), _like(extras[RETURNS], leaf_N)
         clipped_N = old_N + (leaf_N - old_N).clamp(-critic.clip, critic.clip)

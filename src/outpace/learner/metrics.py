@@ -81,10 +81,10 @@ def step_metrics(step: StepTotals, engine_kl: float, passes: int = 1) -> dict[st
         "offpolicy/kl_engine": engine_kl,
         "offpolicy/kl_staleness": max(0.0, mean.get("kl", 0.0) - engine_kl),
         "offpolicy/ratio_max": step.maxima.get("ratio", 0.0),
-        "loss/entropy": mean.get("entropy", 0.0),
+        "entropy": mean.get("entropy", 0.0),
     }
     metrics |= {f"offpolicy/{name}": mean.get(name, 0.0) for name in RATIO_BINS}
-    for sums_name, metric in (("kl_reference", "loss/kl"), ("value", "loss/value")):
+    for sums_name, metric in (("kl_reference", "kl"), ("value", "loss/value")):
         if sums_name in mean:
             metrics[metric] = mean[sums_name]
     return metrics | _rejected_fractions(step, own) | _lag_metrics(step.lag_counts, passes)
@@ -96,8 +96,8 @@ def _rejected_fractions(step: StepTotals, own: int) -> dict[str, float]:
     sums = step.sums
     sums["clipped"] = sums["clipped_positive"] + sums["clipped_negative"]
     return {
-        f"{section}/{name}{suffix}": sums[f"{name}{suffix}"] / max(1.0, count)
-        for section, name in (("offpolicy", "masked"), ("loss", "clipped"))
+        f"{metric}{suffix}": sums[f"{name}{suffix}"] / max(1.0, count)
+        for metric, name in (("offpolicy/masked", "masked"), ("clip_ratio", "clipped"))
         for suffix, count in (
             ("", own),
             ("_positive", sums["tokens_positive"]),

@@ -12,27 +12,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from outpace.learner.settings import LearnerCoreSettings
+from outpace.config import Config
 
 Parameters = Mapping[str, nn.Parameter]
 
 
-def make_optimizer(policy: Parameters, critic: Parameters, settings: LearnerCoreSettings) -> torch.optim.AdamW:
+def make_optimizer(policy: Parameters, critic: Parameters, config: Config) -> torch.optim.AdamW:
     """Create the optimizer. Weight decay applies to matrices only, not to biases and norms. Each update sets the
     learning rate of a parameter group to the scheduled rate times its `ratio`."""
-    config = settings.learner
-    decay = config.weight_decay
+    learner, decay = config.learner, config.learner.weight_decay
     groups: list[dict[str, Any]] = [
         {"params": [p for p in policy.values() if p.ndim >= 2], "weight_decay": decay, "ratio": 1.0},
         {"params": [p for p in policy.values() if p.ndim < 2], "weight_decay": 0.0, "ratio": 1.0},
     ]
     if critic:
-        assert settings.critic is not None
-        assert settings.critic.lr is not None
-        assert config.lr is not None, "the config must be resolved"
-        groups.append({"params": [*critic.values()], "weight_decay": 0.0, "ratio": settings.critic.lr / config.lr})
+        assert config.critic.lr is not None, "the config must be resolved"
+        assert learner.lr is not None, "the config must be resolved"
+        groups.append({"params": [*critic.values()], "weight_decay": 0.0, "ratio": config.critic.lr / learner.lr})
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), fused=True)
+    return torch.optim.AdamW(groups, betas=(learner.beta1, learner.beta2), fused=True)
 
 
 def clip_factor(norm: float, limit: float) -> float:

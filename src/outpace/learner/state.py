@@ -238,11 +238,11 @@ def _changing_tensors(core: LearnerCore) -> dict[str, Tensors]:
         else {ADAPTER_WEIGHTS: core.adapters.tensors()}
     )
     optimizer = {OPTIMIZER_FILE: _optimizer_tensors(core) | _critic_tensors(core) | _generators(core)}
-    return weights | optimizer | (_reference_file(core) if core.settings.kl.sync_every else {})
+    return weights | optimizer | (_reference_file(core) if core.config.kl.sync_every else {})
 
 
 def _constant_tensors(core: LearnerCore) -> dict[str, Tensors]:
-    return {} if core.settings.kl.sync_every else _reference_file(core)
+    return {} if core.config.kl.sync_every else _reference_file(core)
 
 
 def _reference_file(core: LearnerCore) -> dict[str, Tensors]:

@@ -3,7 +3,7 @@
 Published tensors (the only place that decides this):
 
     full fine-tuning                                 the model
-    LoRA, engines load adapters (`adapter_only`)     the adapter, with the tensor names of a PEFT file
+    LoRA, engines load adapters (servers)     the adapter, with the tensor names of a PEFT file
     LoRA, other engines                              the model with the adapter merged, with its own tensor names
 """
 
@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.learner import state
-from outpace.learner.backend import WriteState
+from outpace.learner.backend import LearnerSettings, WriteState
 from outpace.learner.core import LearnerCore, sequence_logprobs
-from outpace.learner.settings import LearnerCoreSettings, LearnerSettings
 from outpace.learner.state import StateCopies
 from outpace.models.loading import call_at_every_layer, load_model, set_up_device
 from outpace.types import Floats, Ints, LoraAdapter, StepReport, Version
@@ -30,9 +29,14 @@ def published_tensors(core: LearnerCore) -> dict[str, Tensor]:
     """Return the tensors of the current policy to publish, valid until the next update or the next call."""
     if core.adapters is None:
         return core.model.state_dict()
-    if core.settings.adapter_only:
+    if _publishes_adapter(core):
         return core.adapters.tensors()
-    return core.adapters.merged(getattr(torch, core.settings.dtype))
+    return core.adapters.merged(core.dtype)
+
+
+def _publishes_adapter(core: LearnerCore) -> bool:
+    """Servers get the adapter alone; they already have the model."""
+    return core.config.engine.kind != "embedded"
 
 
 class TorchBackend(LearnerCore):
@@ -50,7 +54,7 @@ class TorchBackend(LearnerCore):
             device=settings.device,
             trust_remote_code=config.model.trust_remote_code,
         )
-        super().__init__(model, LearnerCoreSettings.of(config))
+        super().__init__(model, config)
         if settings.sharing is not None:
             call_at_every_layer(model, settings.sharing.adjust)
         self._copies = StateCopies()
@@ -75,7 +79,7 @@ class TorchBackend(LearnerCore):
 
     @property
     def published_adapter(self) -> LoraAdapter | None:
-        return self.settings.adapter if self.settings.adapter_only else None
+        return self.config.lora.adapter if _publishes_adapter(self) else None
 
     def copy_state(self) -> WriteState:
         copied = state.copy(self, self._copies)

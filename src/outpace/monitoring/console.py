@@ -152,8 +152,8 @@ class RunView:
         return number(self.metrics.get(name))
 
     def wait_share(self, name: str) -> float | None:
-        """Return the share of the last step that the trainer or the engines spent waiting."""
-        step_s, wait_s = self.metrics.get("time/step_s"), self.metrics.get(f"wait/{name}_s")
+        """Return the share of the last step that the learner or the engines spent waiting."""
+        step_s, wait_s = self.metrics.get("time/step_s"), self.metrics.get(f"idle/{name}_s")
         return wait_s / step_s if step_s and wait_s is not None else None
 
 
@@ -268,7 +268,7 @@ def plain_line(view: RunView) -> str:
     parts.append(f"lag {view.metric_text('lag/mean')} (max {view.metric_text('lag/max')})")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
-    parts.append(f"waiting: trainer {percent(view.wait_share('trainer'))}, engine {percent(view.wait_share('engine'))}")
+    parts.append(f"waiting: learner {percent(view.wait_share('learner'))}, engine {percent(view.wait_share('engine'))}")
     if view.remaining_s is not None:
         parts.append(f"{clock_text(view.remaining_s)} left")
     return "  ".join(parts)
@@ -298,7 +298,7 @@ def live_panel(view: RunView, title: str) -> Panel:
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     facts.add_row("tok/s", f"{si(sampled)} sampled   {si(trained)} trained")
     facts.add_row(
-        "waiting", f"trainer {percent(view.wait_share('trainer'))}   engine {percent(view.wait_share('engine'))}"
+        "waiting", f"learner {percent(view.wait_share('learner'))}   engine {percent(view.wait_share('engine'))}"
     )
     running, finished = view.metric_text("queue/running"), view.metric_text("queue/finished")
     facts.add_row("groups", f"{running} running   {finished} finished")

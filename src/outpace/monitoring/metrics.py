@@ -32,8 +32,8 @@ RULES: dict[str, Rule] = {
     "lag/mean": "mean",
     "lag/p95": "p95",
     "lag/max": "max",
-    "wait/trainer_s": "sum",
-    "wait/engine_s": "sum",
+    "idle/learner_s": "sum",
+    "idle/engine_s": "sum",
     "sync/publish_s": "sum",
     "sync/pause_s": "sum",
     "sync/load_s": "sum",
@@ -43,7 +43,7 @@ RULES: dict[str, Rule] = {
     "fleet/healthy": "last",
     "fleet/limit": "last",
     "fleet/retries": "last",
-    "episode/swapped": "mean",
+    "completions/mixed_versions": "mean",
     "waste/tokens": "sum",
     "waste/fraction": "mean",
     "waste/filtered_tokens": "sum",
@@ -56,14 +56,14 @@ RULES: dict[str, Rule] = {
     "offpolicy/masked_negative": "mean",
     "offpolicy/ratio_max": "max",
     "loss/policy": "last",
-    "loss/kl": "mean",
+    "kl": "mean",
     "loss/value": "mean",
-    "loss/entropy": "mean",
-    "loss/clipped": "mean",
-    "loss/clipped_positive": "mean",
-    "loss/clipped_negative": "mean",
-    "loss/grad_norm": "last",
-    "loss/lr": "last",
+    "entropy": "mean",
+    "clip_ratio": "mean",
+    "clip_ratio_positive": "mean",
+    "clip_ratio_negative": "mean",
+    "grad_norm": "last",
+    "learning_rate": "last",
     "governor/max_lag": "last",
     "governor/lowered": "sum",
     "governor/raised": "sum",
@@ -79,8 +79,8 @@ RULES: dict[str, Rule] = {
     "groups/failed": "sum",
     "groups/skipped": "sum",
     "groups/seconds": "mean",
-    "completion/mean_tokens": "mean",
-    "completion/truncated": "mean",
+    "completions/mean_length": "mean",
+    "completions/clipped_ratio": "mean",
     "throughput/sampled_tokens": "sum",
     "throughput/trained_tokens": "sum",
     "throughput/sampled_tok_s": "last",
@@ -95,6 +95,22 @@ RULES: dict[str, Rule] = {
     "efficiency": "last",
 }
 """The documented metrics."""
+
+RENAMED_METRICS = {
+    "completion/mean_tokens": "completions/mean_length",
+    "completion/truncated": "completions/clipped_ratio",
+    "episode/swapped": "completions/mixed_versions",
+    "loss/kl": "kl",
+    "loss/entropy": "entropy",
+    "loss/grad_norm": "grad_norm",
+    "loss/lr": "learning_rate",
+    "loss/clipped": "clip_ratio",
+    "loss/clipped_positive": "clip_ratio_positive",
+    "loss/clipped_negative": "clip_ratio_negative",
+    "wait/trainer_s": "idle/learner_s",
+    "wait/engine_s": "idle/engine_s",
+}
+"""Metrics of outpace 0.1 that have a new name. `outpace migrate` renames them in `metrics.jsonl`."""
 
 PREFIX_RULES: tuple[tuple[str, Rule], ...] = (
     ("faults/", "sum"),
@@ -268,8 +284,8 @@ def record_group(meter: Meter, report: GroupReport) -> None:
     for function, reward in report.reward_parts.items():
         meter.add(f"reward/{function}", reward, len(report.rewards))
     if report.episodes:
-        meter.add("completion/mean_tokens", report.tokens_sampled / report.episodes, report.episodes)
-        meter.add("completion/truncated", report.truncated / report.episodes, report.episodes)
+        meter.add("completions/mean_length", report.tokens_sampled / report.episodes, report.episodes)
+        meter.add("completions/clipped_ratio", report.truncated / report.episodes, report.episodes)
     for name, value in report.metrics.items():
         meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
 
@@ -302,8 +318,8 @@ def record_chunk(meter: Meter, report: ChunkReport) -> None:
 
 def record_step(meter: Meter, report: StepReport) -> None:
     meter.add("loss/policy", report.loss)
-    meter.add("loss/grad_norm", report.grad_norm)
-    meter.add("loss/lr", report.lr)
+    meter.add("grad_norm", report.grad_norm)
+    meter.add("learning_rate", report.lr)
     meter.add("time/train_s", report.seconds)
     meter.add("faults/skipped_steps", float(report.skipped))
     for name, value in report.metrics.items():

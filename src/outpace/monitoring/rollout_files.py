@@ -1,6 +1,6 @@
 """Recorded rollouts (`rollouts/` in the run directory): prompts, completions, rewards and outcomes.
 
-    rollouts/step-000012.jsonl              groups that step 12 was trained on, up to `run.show_rollouts` of them
+    rollouts/step-000012.jsonl              groups that step 12 was trained on, up to `run.save_rollouts` of them
     rollouts/filtered/group-000034.jsonl    a group without learning signal; likewise failed/ and dropped/
 
 Each line is one attempt. Workers write these files, so that neither text nor tokens pass through the controller.
@@ -284,8 +284,8 @@ def describe_recorded_steps(run: Path) -> str:
     steps = recorded_steps(run)
     if steps:
         return f"recorded steps: {len(steps)} between {steps[0]} and {steps[-1]}"
-    if read_resolved(run).get("run", {}).get("show_rollouts") == 0:
-        return "recording of steps is off (run.show_rollouts = 0)"
+    if read_resolved(run).get("run", {}).get("save_rollouts") == 0:
+        return "recording of steps is off (run.save_rollouts = 0)"
     return "no steps are recorded yet"
 
 

@@ -163,7 +163,7 @@ def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
 EXAMPLE_CHARACTERS = 500
 """Characters of prompt and completion kept in the example of a group that is not trained on."""
 
-SWAPPED = "episode/swapped"
+SWAPPED = "completions/mixed_versions"
 """Metric: fraction of trajectories whose weights changed between two sampled tokens."""
 
 Decode = Callable[[Sequence[int]], str]

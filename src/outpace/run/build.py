@@ -201,7 +201,7 @@ def _embedded_engine(settings: ComponentSettings, device: str, stale: bool) -> o
         slots=config.engine.resolved_slots,
         context=config.engine.context,
         kv=config.engine.kv,
-        path=config.engine.path,
+        path=config.engine.decoder,
         deterministic=config.run.deterministic,
         threads=engine_threads(config),
         sharing=_core_sharing(settings, "engine", settings.index + 1, available_cores())
@@ -242,8 +242,8 @@ async def build_learner(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
     from outpace.checkpoint.journal import read_record
     from outpace.hardware.cores import LEARNER_ROW
+    from outpace.learner.backend import LearnerSettings
     from outpace.learner.learner import LearnerHost
-    from outpace.learner.settings import LearnerSettings
     from outpace.learner.torch_backend import TorchBackend
 
     config, threads = settings.parsed, learner_threads(settings.parsed)
@@ -339,7 +339,7 @@ def _recorder(config: Config, settings: ComponentSettings, decode: Callable[[Seq
     from outpace.monitoring.rollout_files import RolloutWriter
     from outpace.rollouts.recording import RolloutRecorder
 
-    if not config.run.show_rollouts:
+    if not config.run.save_rollouts:
         return None
     writer = RolloutWriter(Path(settings.run_dir), config.run.rollouts_mb * 10**6, config.rollout.workers)
     return RolloutRecorder(writer, settings.journal, decode)
@@ -383,7 +383,7 @@ def _worker_settings(config: Config) -> Any:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             stop_strings=tuple(rollout.stop),
-            system=config.model.system,
+            system=config.model.system_prompt,
             seed=config.run.seed,
         ),
         eval_seed=config.eval.seed,

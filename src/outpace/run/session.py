@@ -21,20 +21,16 @@ import msgspec
 from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.config import Config
-from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
 from outpace.config.load import dump_resolved, dump_settings
-from outpace.controller.batcher import ReplaySettings
-from outpace.controller.curriculum import CurriculumSettings
 from outpace.controller.driver import Driver, DriverSettings
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.controller.evaluation import Evaluator
 from outpace.controller.failure_budget import FailureLimits
 from outpace.controller.groups import GroupSettings
 from outpace.controller.logprob_check import check_engine_logprobs
-from outpace.controller.pacing import GovernorSettings, SchedulerSettings
+from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.supervisor import SupervisionSettings
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, CorruptData, Interrupted, OutpaceError, plural
 from outpace.hardware.cores import countable_cores
 from outpace.hardware.memory import memory_warnings
@@ -289,10 +285,9 @@ class RunSession:
         resume_point: ResumePoint,
         join: StartEngine | None,
     ) -> Driver:
-        supervise = self._config.supervise
         group_settings = GroupSettings(
             group_size=self._config.rollout.group_size,
-            show_rollouts=self._config.run.show_rollouts,
+            save_rollouts=self._config.run.save_rollouts,
             limits=FailureLimits(
                 failed=self._config.pacing.max_failed,
                 filtered=self._config.pacing.max_filtered,
@@ -303,11 +298,8 @@ class RunSession:
         settings = DriverSettings(
             stall_s=self._config.run.stall_s,
             groups=group_settings,
-            supervision=SupervisionSettings(
-                supervise.probe_s,
-                supervise.silent_s,
-                all_engines=self._config.run.deterministic,
-            ),
+            supervise=self._config.supervise,
+            all_engines=self._config.run.deterministic,
         )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
         save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
@@ -328,33 +320,10 @@ def scheduler_settings(config: Config, tasks: int, evaluates: bool, streamed: bo
         eval_every=config.eval.every,
         eval_enabled=evaluates,
         eval_pinned=config.engine.kind == "embedded" or config.lora.rank > 0,
-        governor=_governor(config.governor),
-        difficulty=_difficulty(config.difficulty),
-        replay=_replay(config.replay),
+        governor=config.governor if config.governor.enabled else None,
+        difficulty=config.difficulty if config.difficulty.is_on else None,
+        replay=config.replay if config.replay.fraction > 0 else None,
     )
-
-
-def _governor(config: GovernorConfig) -> GovernorSettings | None:
-    if not config.enabled:
-        return None
-    return GovernorSettings(
-        ess_min=config.ess_min,
-        kl_max=config.kl_max,
-        patience=config.patience,
-        min_lag=config.min_lag,
-    )
-
-
-def _difficulty(config: DifficultyConfig) -> CurriculumSettings | None:
-    if config.easy_above is None and config.hard_below is None:
-        return None
-    return CurriculumSettings(config.easy_above, config.hard_below, config.rest_epochs)
-
-
-def _replay(config: ReplayConfig) -> ReplaySettings | None:
-    if config.fraction == 0:
-        return None
-    return ReplaySettings(config.fraction, config.max_age, config.times)
 
 
 def _resolved(value: T | None) -> T:

@@ -18,8 +18,8 @@ from outpace.config.validation import resolve
 from outpace.controller.logprob_check import PROBE_PROMPTS, LogprobComparison, compare_engine
 from outpace.engines.server.build import build_server_engine
 from outpace.engines.server.server_engine import ServerEngine
+from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import LearnerHost
-from outpace.learner.settings import LearnerSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.models.loading import load_tokenizer
 from outpace.types import Ints, JournalLocation, Version

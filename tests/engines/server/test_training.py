@@ -134,7 +134,7 @@ def test_a_run_on_a_real_server_learns_and_weights_change_during_sequences(start
     loads = [line for line in lines if line["sync/loads"]]
     assert len(loads) >= 6
     assert all(line["sync/pause_s"] > 0 and line["sync/bytes"] > 0 for line in loads)
-    assert max(line["episode/swapped"] for line in lines) > 0
+    assert max(line["completions/mixed_versions"] for line in lines) > 0
     assert swapped_inside(run.directory) > 0
     assert summary["lag_max"] <= 2
     first = next(line for line in lines if line["lag/max"] == 0)

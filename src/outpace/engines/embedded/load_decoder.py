@@ -74,7 +74,7 @@ def build_decoder(
                 return fast
             del fast  # free its weights and cache before building the other path
         if path == "fast":
-            raise BadInput(f"engine.path = fast cannot serve this model: {reason}; use engine.path = general")
+            raise BadInput(f"engine.decoder = fast cannot serve this model: {reason}; use engine.decoder = general")
     general = TransformersDecoder.from_model(model, slots, context, deterministic=deterministic)
     reason = logit_mismatch(general, model)
     if reason is not None:
