@@ -154,7 +154,7 @@ def by_enumeration(values: list[float], k: int) -> list[float]:
 def test_pass_at_k_is_the_mean_lead_over_all_subsets(values: list[float], k: int) -> None:
     k = min(k, len(values))
     np.testing.assert_allclose(
-        estimate("pass_at_k", returns_of(values), pass_k=k), by_enumeration(values, k), rtol=1e-9, atol=1e-12
+        estimate("pass_at_k", returns_of(values), k=k), by_enumeration(values, k), rtol=1e-9, atol=1e-12
     )
 
 
@@ -165,14 +165,14 @@ def test_with_k_of_at_least_the_group_size_only_the_best_attempt_gets_its_lead(v
     first, second = sorted(values)[-1], sorted(values)[-2]
     expected = [first - second if i == best else 0.0 for i in range(len(values))]
     for k in (None, len(values) + more):
-        assert estimate("pass_at_k", returns_of(values), pass_k=k).tolist() == pytest.approx(expected)
+        assert estimate("pass_at_k", returns_of(values), k=k).tolist() == pytest.approx(expected)
 
 
 @settings(deadline=None)
 @given(SEVERAL_RETURNS)
 def test_pass_at_one_is_rloo(values: list[float]) -> None:
     np.testing.assert_array_equal(
-        estimate("pass_at_k", returns_of(values), pass_k=1), estimate("rloo", returns_of(values))
+        estimate("pass_at_k", returns_of(values), k=1), estimate("rloo", returns_of(values))
     )
 
 
@@ -187,7 +187,7 @@ def test_the_expected_pass_at_k_gradient_is_the_derivative_of_pass_at_k(success_
     for outcome in itertools.product([0.0, 1.0], repeat=size):
         probability = math.prod(success_rate if won else 1 - success_rate for won in outcome)
         scores = np.array([1 / success_rate if won else -1 / (1 - success_rate) for won in outcome])
-        found += probability * float((estimate("pass_at_k", returns_of(list(outcome)), pass_k=k) * scores).mean())
+        found += probability * float((estimate("pass_at_k", returns_of(list(outcome)), k=k) * scores).mean())
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -236,9 +236,9 @@ def test_an_additive_estimator_subtracts_a_baseline_from_the_return(name: str, v
 
 def test_every_estimator_declares_an_existing_normalizer() -> None:
     wanted = {
-        name: registration.normalise
+        name: registration.normalizer
         for name, registration in ADVANTAGES.built_in.items()
-        if hasattr(registration, "normalise")
+        if hasattr(registration, "normalizer")
     }
     assert set(wanted.values()) <= set(NORMALIZERS.built_in)
     assert {name for name, normalizer in wanted.items() if normalizer != "none"} == {

@@ -13,7 +13,7 @@ from algorithms import dense, reference
 from algorithms.reference import FROM_ROLLOUT, POLICY_LOSS_CASES, Pass, Token, lay_out, passes
 from outpace.algorithms import POLICY_LOSSES
 from outpace.algorithms.losses import Tokens, aggregation_weights
-from outpace.config.algorithm import AlgorithmConfig
+from outpace.config.algorithm import function_parameters
 from support import examples
 
 every_policy_loss = pytest.mark.parametrize(("name", "knobs"), POLICY_LOSS_CASES)
@@ -38,12 +38,12 @@ def with_old_policy(name: str, sequences: Pass) -> Pass:
 def test_every_built_in_policy_loss_is_tested_here_and_its_parameters_are_config_keys() -> None:
     assert {name for name, _ in POLICY_LOSS_CASES} == set(POLICY_LOSSES.built_in)
     for registration in POLICY_LOSSES.built_in.values():
-        assert set(registration.parameters) <= set(AlgorithmConfig.model_fields)
+        assert set(registration.parameters) <= set(function_parameters("policy_loss"))
 
 
 def test_policy_losses_declare_their_old_policy_bounds_and_aggregation() -> None:
     found = POLICY_LOSSES.built_in
-    assert {name for name in found if POLICY_LOSSES.find(name).anchors == ("rollout",)} == set(FROM_ROLLOUT)
+    assert {name for name in found if POLICY_LOSSES.find(name).old_policies == ("rollout",)} == set(FROM_ROLLOUT)
     assert [name for name in found if POLICY_LOSSES.find(name).unbounded] == ["importance"]
     by_sequence = {name for name in found if POLICY_LOSSES.find(name).aggregation == "seq_mean_token_mean"}
     assert by_sequence == {"gspo", "gmpo", "sapo"}
