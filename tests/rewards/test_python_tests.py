@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -275,15 +276,24 @@ NEAR = "assert abs(f(3) - 9) < 1e-6\nassert f(3) < 10\n"
 WITHIN = "assert 9 in f(3)\n"
 
 
-@pytest.mark.parametrize("namespaces", [True, False])
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES.keys())
+def forgeries() -> Iterator[Any]:
+    """Every program with each kind of test, and with and without namespaces; every combination nightly."""
+    for number, (name, program) in enumerate(FORGERIES.items()):
+        for namespaces in (True, False):
+            halves = [[SQUARES, WITHIN], [NEAR]]
+            now, later = halves if (number + namespaces) % 2 else halves[::-1]
+            yield pytest.param(program, namespaces, now, id=f"{name}-{namespaces}")
+            yield pytest.param(program, namespaces, later, id=f"{name}-{namespaces}-more", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("program", "namespaces", "tests"), list(forgeries()))
 async def test_no_program_can_forge_its_score(
-    program: str, namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str, namespaces: bool, tests: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not namespaces:
         forbid_namespaces(monkeypatch, tmp_path)
-    scores = await REWARD(completions=[program] * 3, tests=[SQUARES, NEAR, WITHIN])
-    assert scores == [0.0] * 3
+    scores = await REWARD(completions=[program] * len(tests), tests=tests)
+    assert scores == [0.0] * len(tests)
 
 
 ENDLESS = {
