@@ -168,7 +168,9 @@ class Trainer:
 
     def _prepare(self, resume: bool) -> PreparedRun:
         config = self.config
-        if resume and config.run.dir is None and self._directory is not None:
+        if resume and config.run.dir is None:
+            if self._directory is None:
+                raise BadInput('run.dir: not set; pass config={"run.dir": ...} with the directory of the run to resume')
             config = with_values(config, {"run.dir": self._directory})
         if self._model is None:
             prepared = claim_run_directory(make_plan(config, self._objects, self._quiet), resume)

@@ -171,9 +171,7 @@ def test_with_k_of_at_least_the_group_size_only_the_best_attempt_gets_its_lead(v
 @settings(deadline=None)
 @given(SEVERAL_RETURNS)
 def test_pass_at_one_is_rloo(values: list[float]) -> None:
-    np.testing.assert_array_equal(
-        estimate("pass_at_k", returns_of(values), k=1), estimate("rloo", returns_of(values))
-    )
+    np.testing.assert_array_equal(estimate("pass_at_k", returns_of(values), k=1), estimate("rloo", returns_of(values)))
 
 
 @settings(deadline=None)

@@ -217,7 +217,9 @@ def _rewards_for(config: Config) -> list[str]:
         return []  # a custom rollout or environment may give the reward itself
     rewards = _default_rewards(task)
     if rewards is None:
-        raise BadInput("rewards.functions: is empty; name one, such as my_rewards.py:score or package.module:score")
+        raise BadInput(
+            "rewards.functions: is empty; name one, such as my_rewards.py:score (in Python: Trainer(rewards=...))"
+        )
     return rewards
 
 

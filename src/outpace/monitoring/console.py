@@ -265,7 +265,7 @@ def plain_line(view: RunView) -> str:
     parts = [f"step {view.step}{f'/{view.total}' if view.total else ''}", f"reward {number(view.reward)}"]
     if view.evals:
         parts.append(f"held-out {_score(view.evals[-1])}{_task_count(view.evals[-1])}")
-    parts.append(f"lag {view.metric_text('lag/mean')} (max {view.metric_text('lag/max')})")
+    parts.append(f"lag {view.metric_text('lag/mean')}, at most {view.metric_text('lag/max')}")
     sampled, trained = view.metrics.get("throughput/sampled_tok_s"), view.metrics.get("throughput/trained_tok_s")
     parts.append(f"tok/s {si(sampled)} sampled, {si(trained)} trained")
     parts.append(f"waiting: learner {percent(view.wait_share('learner'))}, engine {percent(view.wait_share('engine'))}")

@@ -208,7 +208,10 @@ class RunLog:
         log = cls(path, lock, created, resume)
         if not resume and not overwrite and _content(path):
             log.abandon()
-            raise BadInput(f"run.dir: {path} is not empty; choose another directory, or set run.overwrite = true")
+            remedy = "choose another directory, or replace it with run.overwrite = true"
+            if (path / RESOLVED_FILE).exists():
+                remedy = f"continue its run with outpace train --resume {path}, {remedy}"
+            raise BadInput(f"run.dir: {path} is not empty; {remedy}")
         return log
 
     def replace_model(self, new: Path) -> None:

@@ -178,7 +178,8 @@ def load_run_config(run: Path, settings: Sequence[str]) -> Config:
     """Load a run's config with overrides. Rejects runs with Python objects, which a command cannot provide."""
     file = _config_file(run)
     if objects := python_objects_of(file):
-        raise BadInput(f"{run} was started from Python with its own objects ({objects}); continue it from Python")
+        how = f'Trainer(..., config={{"run.dir": "{run}"}}).train(resume=True)'
+        raise BadInput(f"{run} was started from Python with its own objects ({objects}); continue it with {how}")
     return load_config(file, settings)
 
 
