@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
@@ -120,6 +121,8 @@ def _refuse_unused(config: Config, given: PythonObjects) -> None:
 def _check_program(command: list[str]) -> None:
     if command and shutil.which(command[0]) is None:
         raise BadInput(f"rollout.agent: program {one_line(command[0], 200)} not found or not executable")
+    if len(command) > 1 and command[1].endswith(".py") and not Path(command[1]).is_file():
+        raise BadInput(f"rollout.agent: there is no file {one_line(command[1], 200)}")
 
 
 def _tools(config: Config, given: PythonObjects) -> list[Tool]:
