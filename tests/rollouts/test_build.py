@@ -102,7 +102,7 @@ def test_a_config_cannot_name_both_a_rollout_function_and_an_environment() -> No
         ({}, {"rollout": single_turn, "environment": Local}, r"^environment: .*rollout"),
         ({"rollout.environment": "games:Judging"}, {"environment": Local}, r"^rollout\.environment: .*\benvironment\b"),
         ({"rollout.agent": ["true"]}, {"rollout": single_turn}, r"^rollout: .*Trainer\(rollout=.*rollout\.agent"),
-        ({"rollout.agent": ["true", "missing.py"]}, {}, r"^rollout\.agent: .*missing\.py"),
+        ({"rollout.agent": ["true", "missing.py"]}, {"rewards": (len,)}, r"^rollout\.agent: .*missing\.py"),
         (
             {"rollout.agent": ["no-such-agent", "-v"]},
             {"rewards": (len,)},
