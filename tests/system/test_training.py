@@ -303,7 +303,7 @@ def digits(completions, **columns):
 def above_worst(peers):
     return peers.returns_G - peers.returns_G.min()
 
-@outpace.policy_loss(anchors=("rollout",))
+@outpace.policy_loss(old_policies=("rollout",))
 def plain(tokens: Tokens):
     return -tokens.advantages_N * tokens.logp_N
 
@@ -326,7 +326,7 @@ def test_functions_and_registered_names_of_a_script_work_in_every_process_and_in
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
-    config |= {"tasks.name": "counting", "algorithm.advantage": "above_worst", "algorithm.surrogate": "plain"}
+    config |= {"tasks.name": "counting", "advantage.name": "above_worst", "policy_loss.name": "plain"}
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(config=config))
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280, check=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,16 @@ class Counted:
 
 
 # ------------------------------------------------------------------------------------------------------------ journal
+
+
+def test_threads_that_read_at_once_see_the_same_tasks(tmp_path: Path) -> None:
+    writer = StreamedTasks(tmp_path / "tasks.jsonl")
+    for number in range(200):
+        writer.append(task(number))
+    for _ in range(20):
+        reader = StreamedTasks(tmp_path / "tasks.jsonl")
+        with ThreadPoolExecutor(8) as threads:
+            assert [*threads.map(reader.__getitem__, range(200))] == [task(number) for number in range(200)]
 
 
 def test_journaled_tasks_are_read_by_index_also_by_a_reader_that_was_there_first(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ the stream: none is lost and none is asked for twice.
 from __future__ import annotations
 
 import os
+import threading
 from array import array
 from pathlib import Path
 
@@ -28,21 +29,23 @@ STREAM_FINGERPRINT = Fingerprint(ENDLESS, "", ())
 
 
 class StreamedTasks:
-    """The journaled tasks of a stream, by index. One object appends; any number read, in any process."""
+    """The journaled tasks of a stream, by index. One object appends; any number read, in any thread and process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._ends = array("q")  # end of each complete line, as far as the file was read
+        self._lock = threading.Lock()  # of `_ends`
 
     def __len__(self) -> int:
         """Return how many tasks are on disk."""
-        if self._path.exists():
-            with self._path.open("rb") as file:
-                file.seek(self._ends[-1] if self._ends else 0)
-                for line in file:
-                    if line.endswith(b"\n"):  # else: being written, or torn by a kill
-                        self._ends.append((self._ends[-1] if self._ends else 0) + len(line))
-        return len(self._ends)
+        with self._lock:
+            if self._path.exists():
+                with self._path.open("rb") as file:
+                    file.seek(self._ends[-1] if self._ends else 0)
+                    for line in file:
+                        if line.endswith(b"\n"):  # else: being written, or torn by a kill
+                            self._ends.append((self._ends[-1] if self._ends else 0) + len(line))
+            return len(self._ends)
 
     def __getitem__(self, index: int) -> Task:
         if index >= len(self._ends) and index >= len(self):
@@ -70,4 +73,4 @@ class StreamedTasks:
             directory = os.open(self._path.parent, os.O_RDONLY)
             os.fsync(directory)
             os.close(directory)
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(line))
+        len(self)  # reads the new line

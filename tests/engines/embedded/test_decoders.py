@@ -104,7 +104,7 @@ def test_the_fast_path_is_chosen_for_supported_models(model_of: Callable[..., Pr
 def test_the_fast_path_names_the_unsupported_feature_when_it_refuses_a_model(
     model_of: Callable[..., PreTrainedModel],
 ) -> None:
-    with pytest.raises(BadInput, match=r"engine\.path.*GPT2LMHeadModel"):
+    with pytest.raises(BadInput, match=r"engine\.decoder.*GPT2LMHeadModel"):
         build_decoder(model_of("gpt2"), 2, None, deterministic=False, path="fast")
 
 
@@ -148,7 +148,7 @@ def test_the_general_path_is_used_when_the_fast_path_computes_different_logits(
     model = model_of("llama")
     for layer in range(3):  # not visible in any tensor name or shape
         model.get_submodule(f"model.layers.{layer}.self_attn").scaling = 0.1  # type: ignore[assignment]
-    with pytest.raises(BadInput, match=r"engine\.path.*logits"):
+    with pytest.raises(BadInput, match=r"engine\.decoder.*logits"):
         build_decoder(model, 2, None, deterministic=False, path="fast")
     assert isinstance(build_decoder(model, 2, None, deterministic=False, path="auto"), TransformersDecoder)
 
