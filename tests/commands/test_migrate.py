@@ -77,6 +77,23 @@ def test_an_active_run_and_other_directories_are_not_migrated(run: Path, capsys:
     assert ((run / "config.toml").read_bytes(), (run / "resolved.toml").exists()) == (before, False)
 
 
+@pytest.mark.parametrize("text", ["[params]\ntheme = 'x' # keep\n", "title = 'blog'\n", "[run]\nsteps = "])
+def test_a_config_of_another_program_or_a_damaged_one_is_left_as_it_is(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    assert main(["migrate", str(tmp_path)]) == BadInput.exit_code
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.toml": text}
+
+
+def test_a_run_with_names_that_only_its_program_registers_keeps_its_group_settings(run: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace('surrogate = "ppo"', 'surrogate = "mine"'))
+    assert main(["migrate", str(run)]) == 0
+    assert read_resolved(run)["filter"]["tolerance"] == 1e-6
+
+
 def test_a_migrated_run_resumes_with_no_visit_skipped_or_doubled(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained_before = read_lines(run / "batches.jsonl")[:2]  # up to the checkpoint
     main(["migrate", str(run)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -167,6 +168,49 @@ async def test_the_feed_takes_no_more_than_one_batch_ahead(tmp_path: Path) -> No
     assert stream.asked == [0, 1, 2]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+class Waiting:
+    """A stream of one task, which it gives when it may."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.called, self.may_answer = threading.Event(), threading.Event()
+
+    def next_task(self, number: int, /) -> Task | None:
+        self.asked.append(number)
+        self.called.set()
+        self.may_answer.wait(60)
+        return task(number) if number == 0 else None
+
+
+async def test_a_task_that_a_run_did_not_wait_for_is_given_to_the_next_run(tmp_path: Path) -> None:
+    stream, path = Waiting(), tmp_path / "tasks.jsonl"
+    first = asyncio.create_task(feed(stream, path, FakeScheduler()))
+    await asyncio.to_thread(stream.called.wait)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    stream.may_answer.set()
+    assert await feed(stream, path, FakeScheduler()) == [*map(ev.TasksAdded, range(2)), ev.TasksAdded(1, ended=True)]
+    assert stream.asked == [0, 1]
+    assert StreamedTasks(path)[0] == task(0)
+
+
+class Invalid:
+    """A stream whose second task cannot be used."""
+
+    def __init__(self, second: Any) -> None:
+        self.second = second
+
+    def next_task(self, number: int, /) -> Task | None:
+        return task(0) if number == 0 else self.second
+
+
+@pytest.mark.parametrize("second", [Task("t1", "prompt", {"image": object()}), "text"])
+async def test_an_invalid_task_ends_the_run_and_keeps_the_tasks_before_it(tmp_path: Path, second: Any) -> None:
+    with pytest.raises(ComponentFailed):
+        await feed(Invalid(second), tmp_path / "tasks.jsonl", FakeScheduler())
+    assert [StreamedTasks(tmp_path / "tasks.jsonl")[0]] == [task(0)]
 
 
 class Failing:

@@ -4,15 +4,13 @@
                                            └▶ config.toml (what differs from the defaults)
 
 In `metrics.jsonl`, metrics get their new names. Checkpoints, journal and the other logs keep their formats, so the run
-resumes exactly where it would have. A migration that is
-interrupted can be repeated: `config.toml` is replaced first, its old content is in `config_0_1.toml`, and a directory
-without `resolved.toml` still counts as one of 0.1.
+resumes exactly where it would have. A migration that is interrupted can be repeated: the old config is kept in
+`config_0_1.toml`, every file is replaced atomically, and a directory without `resolved.toml` counts as one of 0.1.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,13 +28,14 @@ from outpace.config.load import (
     RESOLVED_FILE,
     dump_resolved,
     make_config,
+    may_be_parameter,
     python_objects_of,
     read_config_file,
     read_resolved,
 )
 from outpace.config.other_libraries import RENAMED, RENAMED_VALUES
 from outpace.config.validation import resolve
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.monitoring.metrics import RENAMED_METRICS
 from outpace.monitoring.run_directory import LOCK_FILE, OLD_CONFIG_FILE, RunLock
@@ -51,12 +50,21 @@ def migrate(run: Path) -> str:
     if (run / RESOLVED_FILE).exists():
         read_resolved(run)  # raises if the format is that of a newer version
         return f"{run}: nothing to do, the directory has the current format"
+    try:
+        return _migrate_locked(run)
+    except OSError as error:
+        raise BadInput(f"{run}: cannot be converted: {error.strerror or error}") from None
+
+
+def _migrate_locked(run: Path) -> str:
     lock = RunLock(run / LOCK_FILE)
     try:
-        if not (run / OLD_CONFIG_FILE).exists():
-            shutil.copyfile(run / CONFIG_FILE, run / OLD_CONFIG_FILE)
-        values = renamed_settings(read_config_file(run / OLD_CONFIG_FILE))
-        objects = python_objects_of(run / OLD_CONFIG_FILE)
+        old = run / (OLD_CONFIG_FILE if (run / OLD_CONFIG_FILE).exists() else CONFIG_FILE)
+        values = renamed_settings(read_config_file(old))
+        _check_keys(run, values)
+        objects = python_objects_of(old)
+        if old.name == CONFIG_FILE:
+            write_atomically(run / OLD_CONFIG_FILE, old.read_text())
         comment = f"{OBJECTS_COMMENT}{objects}\n" if objects else ""
         complete = _resolved(values, objects)
         chosen = without_defaults(values, objects) if complete else values
@@ -69,6 +77,13 @@ def migrate(run: Path) -> str:
     return f"{run}: converted; the previous config is in {OLD_CONFIG_FILE}"
 
 
+def _check_keys(run: Path, values: Mapping[str, Any]) -> None:
+    """Reject a config of another program."""
+    for key in values:
+        if key not in FIELDS and not may_be_parameter(key):
+            raise BadInput(f"{run}: not a run directory of outpace 0.1; {CONFIG_FILE} has the key {one_line(key, 60)}")
+
+
 def _rename_metrics(file: Path) -> None:
     if file.exists():
         lines = ({RENAMED_METRICS.get(name, name): value for name, value in line.items()} for line in read_lines(file))
@@ -79,15 +94,24 @@ def renamed_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of outpace 0.1 by dotted key, with the names and values of this version.
 
     Defaults of settings that only apply if another one is on are left out: 0.1 wrote them in either case."""
-    old = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    old: dict[str, Any] = {}
+    for section, keys in sections.items():
+        old |= {f"{section}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {section: keys}
     new = {RENAMED.get(key, key): value for key, value in old.items()}
     new |= {key: names[new[key]] for key, names in RENAMED_VALUES.items() if new.get(key) in names}
-    return {key: value for key, value in new.items() if not _is_default_of_opened_key(key, value)}
+    return {key: value for key, value in new.items() if not _is_default_of_closed_key(key, new)}
 
 
-def _is_default_of_opened_key(key: str, value: Any) -> bool:
+def _is_default_of_closed_key(key: str, values: Mapping[str, Any]) -> bool:
     info = FIELDS.get(key)
-    return info is not None and info.default == value and any(isinstance(mark, OpenedBy) for mark in info.metadata)
+    if info is None or info.default != values[key]:
+        return False
+    name = key.partition(".")[0]
+    keys = {each.partition(".")[2]: value for each, value in values.items() if each.partition(".")[0] == name}
+    section_type = Config.model_fields[name].annotation
+    assert section_type is not None
+    section = section_type.model_construct(**keys)
+    return any(isinstance(mark, OpenedBy) and not mark.is_open(section) for mark in info.metadata)
 
 
 def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any]:

@@ -277,6 +277,8 @@ def open_settings(name: str, section: ChoiceSection, chosen: str, functions: tup
     for key in given:
         if key not in model.model_fields:
             raise BadInput(f"{name}.{one_line(key)}: {_why_refused(name, key, section, chosen, model)}")
+        if given[key] is None and (default := model.model_fields[key].default) is not None:
+            raise BadInput(f"{name}.{key}: cannot be none for {chosen}; leave it out for the default, {default}")
     try:
         values = dict(model.model_validate(given))
     except pydantic.ValidationError as error:

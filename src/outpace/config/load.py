@@ -248,7 +248,7 @@ def read_resolved(run: Path) -> dict[str, Any]:
     if not (run / CONFIG_FILE).is_file():
         raise BadInput(f"{run}: not a run directory (no {CONFIG_FILE})")
     if not (run / RESOLVED_FILE).is_file():
-        raise BadInput(f"{run}: was written by outpace 0.1; convert it with `outpace migrate {run}`")
+        raise BadInput(f"{run}: has the format of an earlier version; convert it with `outpace migrate {run}`")
     resolved = dict(read_config_file(run / RESOLVED_FILE))
     if (found := resolved.pop("format", None)) != RUN_FORMAT:
         raise BadInput(f"{run}: has the run format {found}, and this version of outpace reads {RUN_FORMAT}; update it")
@@ -265,7 +265,7 @@ def flatten(values: Mapping[str, Any]) -> FlatSettings:
 
 def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        if name in FIELDS or _may_be_parameter(str(name)):
+        if name in FIELDS or may_be_parameter(str(name)):
             yield name, value
         elif name not in SECTIONS:
             raise unknown_key_error(str(name), value)
@@ -278,7 +278,7 @@ def _pairs(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by_type(dotted: str, value: Any) -> Any:
-    if dotted not in FIELDS and not _may_be_parameter(dotted):
+    if dotted not in FIELDS and not may_be_parameter(dotted):
         raise unknown_key_error(dotted, value)
     if not isinstance(value, str):
         return value
@@ -288,7 +288,7 @@ def _read_by_type(dotted: str, value: Any) -> Any:
     return value if takes_text(annotation) else parse_text(value, annotation)
 
 
-def _may_be_parameter(dotted: str) -> bool:
+def may_be_parameter(dotted: str) -> bool:
     """Return whether the key may be a setting of a function; which ones there are depends on the chosen function."""
     section, _, key = dotted.partition(".")
     return bool(key) and issubclass(SECTIONS.get(section, Section), ChoiceSection)
@@ -355,7 +355,7 @@ def parse_arguments(
             raise BadInput(f"{one_line(argument)}: unexpected argument; write settings as --section.key value")
         name, equals, text = argument[2:].partition("=")
         dotted = name.replace("-", "_")
-        is_parameter = fields is FIELDS and dotted not in fields and _may_be_parameter(dotted)
+        is_parameter = fields is FIELDS and dotted not in fields and may_be_parameter(dotted)
         if dotted not in fields and not is_parameter:
             raise unknown(dotted)
         annotation = Any if is_parameter else fields[dotted].annotation

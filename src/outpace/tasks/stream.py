@@ -3,7 +3,7 @@
     TaskStream.next_task ─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by index
 
 A task is used only after it is on disk, so a resumed run has every task that was ever given and takes the next one from
-the stream: none is lost and none is asked for twice.
+the stream. Only a task that was given but not yet on disk is asked for again.
 """
 
 from __future__ import annotations
