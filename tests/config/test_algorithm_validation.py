@@ -354,6 +354,7 @@ def test_a_user_function_gets_settings_from_its_keyword_arguments(own: str, valu
     ("key", "value", "expected"),
     [
         ("sharpness", "high", "number 'high' greedy"),
+        ("sharpness", None, "none greedy"),
         ("cap", 2.0, "truncated_is greedy sharpness"),
         ("shrp", 1, "sharpness?"),
     ],

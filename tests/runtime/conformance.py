@@ -9,7 +9,7 @@ import pytest
 
 from outpace.errors import BadInput, ComponentFailed
 from outpace.runtime.components import Resources, RestartSettings, Runtime
-from runtime_support import start_toy
+from runtime_support import is_gone, start_toy
 
 
 class RuntimeConformance:
@@ -47,9 +47,10 @@ class RuntimeConformance:
         assert await (await start_toy(runtime, "another")).attempt() == 0
 
     async def test_a_retired_component_is_gone_and_its_death_is_not_reported(self, runtime: Runtime) -> None:
-        for name in ("one", "two"):
-            await start_toy(runtime, name)
+        one, _ = [await start_toy(runtime, name) for name in ("one", "two")]
+        pid = await one.pid()
         await runtime.retire("one")
+        assert not self.replaces or is_gone(pid)
         assert await runtime.ping("two", 10)
         assert runtime.deaths.empty()
         with pytest.raises(KeyError):
@@ -77,8 +78,8 @@ class RuntimeConformance:
         await asyncio.gather(waiting, return_exceptions=True)
 
     async def test_stop_closes_every_component_and_may_be_called_twice(self, runtime: Runtime) -> None:
-        for name in ("one", "two"):
-            await start_toy(runtime, name)
+        pids = [await (await start_toy(runtime, name)).pid() for name in ("one", "two")]
         await runtime.stop()
+        assert not self.replaces or all(map(is_gone, pids))
         assert runtime.deaths.empty()
         await runtime.stop()

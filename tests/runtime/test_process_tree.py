@@ -64,6 +64,20 @@ def test_processes_that_left_the_process_group_are_killed_too(stays: bool, marke
     assert is_gone(leader.pid)
 
 
+def test_a_process_that_got_the_pid_of_one_in_the_table_is_not_killed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, mark, child = start()
+    table = process_table.ProcessTable()
+    assert {leader.pid, child} <= table.find({mark: {}})[mark]
+    with monkeypatch.context() as reused:
+        reused.setattr(process_table, "process_start_time", lambda pid: "later")
+        table.kill([leader.pid])
+    assert leader.poll() is None
+    table.kill([leader.pid, child])
+    assert leader.wait(30) != 0
+
+
 def test_process_trees_ended_at_the_same_moment_share_their_scans(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
