@@ -78,7 +78,8 @@ async def pair(request: pytest.FixtureRequest, vllm: RunningVllm, tmp_path: Path
             snapshots=tmp_path / "weights",
             incarnation=f"agreement-{request.param}",
             threads=1,
-        )
+        ),
+        TorchBackend,
     )
     engine = await build_server_engine(
         config, "engine-0", 0, url=vllm.url, incarnation=f"agreement-{request.param}", scratch=tmp_path,
