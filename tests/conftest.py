@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from outpace.hardware import cpu
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell; tests send it to children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Examples per property; `support.examples` scales with them. `make test` looks at a few new ones every time, `make
 # properties` at many (--hypothesis-profile=thorough). No deadline: machines are shared and sometimes slow.
