@@ -42,7 +42,7 @@ class TransferFailed(RuntimeError):
 def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
     """Receive all tensors from the learner, then yield them by name."""
     first, last = extent(meeting["tensors"])
-    channel = Channel(meeting, RECEIVER)
+    channel = WeightChannel(meeting, RECEIVER)
     try:
         content = torch.empty(last - first, dtype=torch.uint8, device=channel.device)
         for piece in content.split(PIECE_BYTES):  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def extent(tensors: list[dict[str, Any]]) -> tuple[int, int]:
     return min(begins, default=0), max(ends, default=0)
 
 
-class Channel:
+class WeightChannel:
     """A process group of two for one transfer."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:

@@ -208,9 +208,12 @@ class Invalid:
 
 @pytest.mark.parametrize("second", [Task("t1", "prompt", {"image": object()}), "text"])
 async def test_an_invalid_task_ends_the_run_and_keeps_the_tasks_before_it(tmp_path: Path, second: Any) -> None:
+    stream, path = Invalid(second), tmp_path / "tasks.jsonl"
     with pytest.raises(ComponentFailed):
-        await feed(Invalid(second), tmp_path / "tasks.jsonl", FakeScheduler())
-    assert [StreamedTasks(tmp_path / "tasks.jsonl")[0]] == [task(0)]
+        await feed(stream, path, FakeScheduler())
+    assert StreamedTasks(path)[0] == task(0)
+    stream.second = None  # mended; the next run asks for the task again
+    assert await feed(stream, path, FakeScheduler()) == [ev.TasksAdded(1), ev.TasksAdded(1, ended=True)]
 
 
 class Failing:

@@ -38,8 +38,7 @@ class TaskFeed:
 
     async def run(self) -> None:
         """Feed the scheduler until the stream ends."""
-        await asyncio.to_thread(self._tasks.repair)
-        given = len(self._tasks)
+        given = await asyncio.to_thread(self._tasks.repair)
         self._post(TasksAdded(given))
         while True:
             while given - self._scheduler.issued >= self._scheduler.settings.groups_per_step:
@@ -59,7 +58,7 @@ class TaskFeed:
         except asyncio.CancelledError:
             raise  # the run ends
         except BaseException as error:  # of user code
-            _calls.pop(id(self._stream))
+            _calls.pop(id(self._stream), None)
             trace = "".join(traceback.format_exception(error))
             raise ComponentFailed(
                 "tasks", f"task {number} of the stream: {type(error).__name__}: {error}", trace
@@ -68,16 +67,17 @@ class TaskFeed:
         return task
 
     def _journal(self, task: Task | None) -> None:
-        """Journal a task and forget its call. One unit, which a cancelled run either completes or leaves undone."""
-        if not isinstance(task, Task | None):
-            what = with_article(type(task).__name__)
-            raise ComponentFailed("tasks", f"the stream returned {what}; return a Task or None")
-        if task is not None:
-            try:
+        """Journal a task and forget its call. One unit, which a cancelled run either completes or leaves undone. The
+        call of a task that could not be written, such as to a full disk, is kept; that of an invalid task is not."""
+        try:
+            if not isinstance(task, Task | None):
+                raise BadInput(f"the stream returned {with_article(type(task).__name__)}; return a Task or None")
+            if task is not None:
                 self._tasks.append(task)
-            except BadInput as error:  # the run has begun, so its files stay
-                raise ComponentFailed("tasks", str(error)) from error
-        _calls.pop(id(self._stream))
+        except BadInput as error:  # the run has begun, so its files stay
+            _calls.pop(id(self._stream), None)
+            raise ComponentFailed("tasks", str(error)) from error
+        _calls.pop(id(self._stream), None)
 
 
 def _call(stream: TaskStream, number: int) -> Future[Task | None]:

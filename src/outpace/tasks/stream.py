@@ -54,10 +54,13 @@ class StreamedTasks:
             file.seek(self._ends[index - 1] if index else 0)
             return msgspec.json.decode(file.readline(), type=Task)
 
-    def repair(self) -> None:
-        """Remove an incomplete last line, left by a kill. Call before the first `append`."""
+    def repair(self) -> int:
+        """Remove an incomplete last line, left by a kill, and return how many tasks there are. Call before the first
+        `append`."""
+        count = len(self)
         if self._path.exists():
-            os.truncate(self._path, self._ends[-1] if len(self) else 0)
+            os.truncate(self._path, self._ends[-1] if count else 0)
+        return count
 
     def append(self, task: Task) -> None:
         """Journal a task; on return it is on disk."""
