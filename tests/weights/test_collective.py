@@ -26,7 +26,7 @@ RECEIVER = """
 import os, signal, sys, msgspec, torch
 from outpace_vllm import collective
 
-broadcast = collective.Channel.broadcast
+broadcast = collective.WeightChannel.broadcast
 
 def stop_at_the_second(number):
     pieces = []
@@ -42,7 +42,7 @@ def stop_at_the_second(number):
 print("ready", flush=True)
 for line in sys.stdin:
     meeting, file, number = msgspec.json.decode(line)
-    collective.Channel.broadcast = stop_at_the_second(number) if number else broadcast
+    collective.WeightChannel.broadcast = stop_at_the_second(number) if number else broadcast
     try:
         torch.save({name: tensor.clone() for name, tensor in collective.receive(meeting)}, file)
         print("received", flush=True)

@@ -26,7 +26,7 @@ from outpace.weights.snapshot import open_snapshot
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outpace_vllm.collective import Channel
+    from outpace_vllm.collective import WeightChannel
 
 
 GRACE_S = 5.0
@@ -57,13 +57,13 @@ class ProcessGroupSender:
 def _send(manifest: Manifest, meeting: dict[str, Any]) -> None:
     import torch
 
-    from outpace_vllm.collective import PIECE_BYTES, SENDER, Channel, extent
+    from outpace_vllm.collective import PIECE_BYTES, SENDER, WeightChannel, extent
 
     first, last = extent(meeting["tensors"])
     everything = TensorSpec("the last tensor", "uint8", [last - first], first, last - first, crc32=0)
     memory = torch.empty(min(PIECE_BYTES, last - first), dtype=torch.uint8)
     with open_snapshot(manifest) as snapshot:
-        channel = Channel(meeting, SENDER)
+        channel = WeightChannel(meeting, SENDER)
         try:
             for start in range(0, last - first, PIECE_BYTES):
                 piece = memory[: min(PIECE_BYTES, last - first - start)]
@@ -74,7 +74,7 @@ def _send(manifest: Manifest, meeting: dict[str, Any]) -> None:
             channel.close()
 
 
-def _check_received(channel: Channel) -> None:
+def _check_received(channel: WeightChannel) -> None:
     """Receive the number of damaged tensors from the engine; raise unless it is zero."""
     import torch
 
