@@ -24,7 +24,7 @@ COMMON: dict[str, Any] = {
     ("task", "settings", "reward_metric"),
     [
         ("calculator", {"rollout.max_turns": 3, "filter.uniform": False, "run.steps": 6}, "reward/number"),
-        ("guess", {"rollout.max_turns": 4, "run.steps": 10}, "reward/environment"),
+        ("guess", {"rollout.max_turns": 4, "run.steps": 20}, "reward/environment"),
     ],
 )
 def test_a_short_run_raises_the_held_out_reward(
