@@ -81,10 +81,10 @@ asyncio.run(main())
 
 
 def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_train(
-    settings: Settings, tmp_path: Path
+    endless: Settings, tmp_path: Path
 ) -> None:
-    run, script = Path(settings["run.dir"]), tmp_path / "script.py"
-    script.write_text(SCRIPT.format(config={**settings, "run.steps": ENDLESS}))
+    run, script = Path(endless["run.dir"]), tmp_path / "script.py"
+    script.write_text(SCRIPT.format(config=endless))
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
@@ -96,7 +96,7 @@ def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_
     assert (summary["exit"], summary["reason"]) == (3, "stopped")
     assert f"interrupted after {summary['steps']}" in out
     assert re.search(rf"outpace\.errors\.Interrupted: .*\b{summary['steps']}\b", err), err
-    assert newest_checkpoint(settings) == summary["steps"]
+    assert newest_checkpoint(endless) == summary["steps"]
 
 
 async def test_a_cancelled_task_writes_a_checkpoint_before_the_cancellation_is_raised(endless: Settings) -> None:

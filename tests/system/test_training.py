@@ -42,42 +42,15 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 20
         time.sleep(0.05)
 
 
-def runtime_dir_of(process: subprocess.Popen[str]) -> Path | None:
-    """The runtime directory of this run, recognized by the lock file that its process holds open."""
-    opened = [Path(file.path) for file in psutil.Process(process.pid).open_files()]
-    return next((path.parent for path in opened if path.name == "owner.lock"), None)
+class WatchRuntimeDirectory(api.Callback):
+    """Remembers the runtime directories of this process's runs, recognized by the lock file held open."""
 
+    def __init__(self) -> None:
+        self.directories: set[Path] = set()
 
-def test_a_run_in_child_processes_trains_all_steps_and_leaves_only_its_run_directory(
-    settings: Settings, tmp_path: Path
-) -> None:
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "logs" / "learner.log").write_text("of an earlier run")
-    settings = {**settings, "run.overwrite": True}
-    process = start_command("train", *as_arguments({**settings, "run.steps": 5, "eval.count": 6, "eval.holdout": 0.3}))
-    wait_for(lambda: runtime_dir_of(process), process)
-    runtime_dir = runtime_dir_of(process)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
-    run = tmp_path / "run"
-    metrics, batches = read_lines(run / "metrics.jsonl"), read_lines(run / "batches.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
-    assert all(len(line["groups"]) == 4 for line in batches)
-    assert max(group["lag"] for line in batches for group in line["groups"]) <= 2
-    assert max(line["lag/max"] for line in metrics) <= 2
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["exit"]) == (5, 0)
-    assert [result["version"] for result in summary["evals"]] == [0, 5]
-    assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= {
-        path.name for path in run.iterdir()
-    }
-    assert runtime_dir is not None
-    assert not runtime_dir.exists()
-    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
-    assert "of an earlier run" not in logs["learner.log"]
-    assert not [name for name, text in logs.items() if "Traceback" in text], "a successful run logs no traceback"
-    assert f"{run}\n" in out
+    def on_batch_end(self, metrics: Any) -> None:
+        opened = [Path(file.path) for file in psutil.Process().open_files()]
+        self.directories |= {path.parent for path in opened if path.name == "owner.lock"}
 
 
 def test_synchronous_training_is_the_same_loop_and_never_lags(settings: Settings) -> None:
@@ -131,23 +104,41 @@ def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
 
-def test_a_deterministic_run_is_reproducible_with_lag_and_in_any_process_layout(
+def test_a_deterministic_run_is_the_same_in_child_processes_which_leave_only_the_run_directory(
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
+    config |= {"eval.count": 6, "eval.holdout": 0.3, "run.overwrite": True}
     rows = read_lines(Path(config.pop("tasks.path")))
-    results = []
+    local = tmp_path / "run-2"
+    (local / "logs").mkdir(parents=True)
+    (local / "logs" / "learner.log").write_text("of an earlier run")
+    watch, results = WatchRuntimeDirectory(), []
     for runtime in ("inline", "inline", "local"):
         run = tmp_path / f"run-{len(results)}"
-        api.Trainer(tasks=rows, config={**config, "run.dir": str(run), "run.runtime": runtime}, quiet=True).train()
+        values = {**config, "run.dir": str(run), "run.runtime": runtime}
+        api.Trainer(tasks=rows, config=values, callbacks=[watch], quiet=True).train()
         losses = [line["loss/policy"] for line in read_lines(run / "metrics.jsonl")]
-        tokens = {
-            group: [row.tokens.tolist() for row in record.rows] for group, record in journalled(run / "journal").items()
-        }
-        rewards = {group: record.rewards for group, record in journalled(run / "journal").items()}
+        journal = journalled(run / "journal")
+        tokens = {group: [row.tokens.tolist() for row in record.rows] for group, record in journal.items()}
+        rewards = {group: record.rewards for group, record in journal.items()}
         results.append((losses, (run / "batches.jsonl").read_text(), tokens, rewards))
     assert results[0] == results[1] == results[2]
-    assert {group["lag"] for line in read_lines(run / "batches.jsonl") for group in line["groups"]} == {0, 1, 2}
+    metrics, batches = read_lines(local / "metrics.jsonl"), read_lines(local / "batches.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
+    assert [len(line["groups"]) for line in batches] == [4] * 5
+    assert {group["lag"] for line in batches for group in line["groups"]} == {0, 1, 2}
+    assert max(line["lag/max"] for line in metrics) == 2
+    summary = json.loads((local / "summary.json").read_text())
+    assert (summary["steps"], summary["exit"]) == (5, 0)
+    assert [result["version"] for result in summary["evals"]] == [0, 5]
+    assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= set(os.listdir(local))
+    assert watch.directories
+    assert [path for path in watch.directories if path.exists()] == []
+    logs = {path.name: path.read_text() for path in (local / "logs").iterdir()}
+    assert "of an earlier run" not in logs["learner.log"]
+    assert not [name for name, text in logs.items() if "Traceback" in text], "a successful run logs no traceback"
 
 
 # ------------------------------------------------------------------------------------------------------- failures
@@ -193,10 +184,10 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_l
     stopped_at = json.loads((run / "summary.json").read_text())["steps"]
     assert stopped_at < 36
     assert main(["train", "--resume", str(run), "--run.runtime=inline"]) == 0
+    assert f"{run}\n" in capsys.readouterr().out
     steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     assert steps == list(range(1, 37)), "every step once, in order, across the stop"
     assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
-    capsys.readouterr()
     assert main(["ledger", str(run)]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert [row["trained"] for row in ledger["epochs"]] == [24, 24, 24]
