@@ -16,7 +16,7 @@ from outpace.commands.evaluate import evaluate_model
 from outpace.errors import BadInput
 from outpace.run.objects import reference_of
 from outpace.run.plan import load_run_with_objects
-from support import naming
+from support import INLINE, naming
 
 Settings = dict[str, Any]
 
@@ -51,8 +51,7 @@ def top_level(completions: list[str], **columns: Any) -> list[float]:
 @pytest.fixture
 def small(settings: Settings) -> Settings:
     own = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
-    own |= {"rewards.isolation": "thread"}  # a process would import this module and with it pytest
-    return {**own, "run.steps": 1, "filter.uniform": False, "run.runtime": "inline"}
+    return {**own, "run.steps": 1, "filter.uniform": False, **INLINE}
 
 
 def run_script(directory: Path, small: Settings, guard: str) -> Path:

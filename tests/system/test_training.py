@@ -20,7 +20,7 @@ import outpace as api
 from outpace.cli import main
 from outpace.errors import BadInput, ComponentFailed
 from outpace.run.plan import load_run_config
-from support import as_arguments, journalled, naming, read_lines, start_command
+from support import INLINE, as_arguments, journalled, naming, read_lines, start_command
 
 Settings = dict[str, Any]
 
@@ -54,14 +54,14 @@ class WatchRuntimeDirectory(api.Callback):
 
 
 def test_synchronous_training_is_the_same_loop_and_never_lags(settings: Settings) -> None:
-    summary = api.Trainer(config={**settings, "pacing.max_lag": 0, "run.runtime": "inline"}, quiet=True).train()
+    summary = api.Trainer(config={**settings, "pacing.max_lag": 0, **INLINE}, quiet=True).train()
     assert (summary.steps, summary.lag_max) == (3, 0)
 
 
 def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trained(
     settings: Settings, tmp_path: Path
 ) -> None:
-    config = {**settings, "run.steps": None, "run.epochs": 2, "tasks.limit": 10, "run.runtime": "inline"}
+    config = {**settings, "run.steps": None, "run.epochs": 2, "tasks.limit": 10, **INLINE}
     events: list[str] = []
 
     class Watch(api.Callback):
@@ -85,7 +85,7 @@ def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trai
 
 @pytest.mark.parametrize("update", ["inflight", "drain"])
 def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings: Settings, update: str) -> None:
-    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, "run.runtime": "inline"}
+    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, **INLINE}
     loaded: list[int] = []
 
     class Watch(api.Callback):
@@ -99,7 +99,7 @@ def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings
 
 
 def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None:
-    config = {**settings, "pacing.warmup_steps": 3, "run.steps": 5, "run.runtime": "inline"}
+    config = {**settings, "pacing.warmup_steps": 3, "run.steps": 5, **INLINE}
     api.Trainer(config=config, quiet=True).train()
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
@@ -195,7 +195,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_l
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_exception(settings: Settings, rewards: Path) -> None:
-    config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
+    config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, **INLINE}
     with pytest.raises(ComponentFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
         api.Trainer(config=config, quiet=True).train()
     assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
@@ -207,7 +207,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_at_max_filtered(settings: S
         "rewards.functions": [f"{rewards}:always"],
         "filter.uniform": True,
         "pacing.max_filtered": 20,
-        "run.runtime": "inline",
+        **INLINE,
     }
     with pytest.raises(ComponentFailed, match=naming("20 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config, quiet=True).train()
@@ -219,15 +219,13 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
             raise ValueError("not today")
 
     with pytest.raises(ComponentFailed, match=naming("on_batch_end", "ValueError: not today")) as caught:
-        api.Trainer(
-            config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
-        ).train()
+        api.Trainer(config={**settings, **INLINE, "run.steps": 50}, callbacks=[Bad()], quiet=True).train()
     assert "in on_batch_end" in caught.value.remote_traceback
 
 
 @pytest.mark.parametrize("setting", ["run.seed", "model.path"])
 def test_a_refused_resume_leaves_the_run_unchanged(settings: Settings, tmp_path: Path, setting: str) -> None:
-    config = {**settings, "run.runtime": "inline", "run.steps": 2}
+    config = {**settings, **INLINE, "run.steps": 2}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
@@ -241,7 +239,7 @@ def test_a_refused_resume_leaves_the_run_unchanged(settings: Settings, tmp_path:
 def test_bad_input_does_not_delete_the_run_that_would_be_overwritten(
     settings: Settings, toy_model: Path, tmp_path: Path
 ) -> None:
-    config = {**settings, "run.runtime": "inline", "run.steps": 2, "run.overwrite": True}
+    config = {**settings, **INLINE, "run.steps": 2, "run.overwrite": True}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
@@ -258,7 +256,7 @@ def test_bad_input_does_not_delete_the_run_that_would_be_overwritten(
 
 def test_groups_dropped_as_stale_are_waste_and_not_failures(settings: Settings) -> None:
     config = {**settings, "pacing.on_stale": "drop", "pacing.max_lag": 1, "pacing.max_failed": 2, "run.steps": 6}
-    config |= {"run.runtime": "inline", "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
+    config |= {**INLINE, "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
     assert api.Trainer(config=config, quiet=True).train().steps == 6
 
 
@@ -337,7 +335,7 @@ async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    summary = await api.Trainer(config={**settings, "run.runtime": "inline"}, quiet=True).train_async()
+    summary = await api.Trainer(config={**settings, **INLINE}, quiet=True).train_async()
     ticking.cancel()
     assert summary.steps == 3
     assert ticks > 5
