@@ -33,6 +33,9 @@ needs_bfloat16 = pytest.mark.skipif(
     not supports_bfloat16(), reason="this CPU does not support bfloat16, and outpace refuses to compute in it there"
 )
 
+INLINE = {"run.runtime": "inline", "rewards.isolation": "thread"}
+"""Settings of a run that starts no process."""
+
 RunCommand = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -45,6 +45,7 @@ def test_the_exit_code_is_0_only_if_all_engines_agree(
     assert check_logprobs(None, []) == code
 
 
+@pytest.mark.slow  # two processes with models; below with a checkpoint, in tests/controller without processes
 def test_the_built_in_engine_and_the_learner_agree_on_the_starter() -> None:
     found = measure(None, ["--run.threads=1"])
     assert found["engine-0"].agrees, found["engine-0"].line

@@ -6,8 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from outpace.checkpoint import commit
 from outpace.controller import ledger as module
-from outpace.controller.ledger import Ledger, LedgerState, _count_finalized, counts_by_epoch
+from outpace.controller.ledger import Ledger, LedgerState, counts_by_epoch, ledger_report
+from outpace.errors import BadInput
+from outpace.tasks.stream import ENDLESS
 from support import naming
 
 
@@ -137,16 +140,91 @@ def test_a_skipped_visit_is_accounted_for_and_ends_its_epoch() -> None:
     assert counts_by_epoch(2, ledger.state())[0]["planned"] == 0
 
 
-def test_visits_finalized_more_than_once_are_found_in_the_records_up_to_the_checkpoint(tmp_path: Path) -> None:
-    def entry(task: int, **more: object) -> dict[str, object]:
-        return {"task": task, "epoch": 0, **more}
+def entry(task: int, epoch: int = 0, **more: object) -> dict[str, object]:
+    return {"task": task, "epoch": epoch, **more}
 
+
+def write_run(run: Path, version: int, ledger: Ledger, lines: list[dict[str, object]]) -> Path:
+    """Write the files that the report reads: the checkpoint of `version` and batches.jsonl."""
+    folder = commit.begin(run / "checkpoints", version)
+    core = {"tasks": ledger.tasks, "version": version, "ledger": msgspec.to_builtins(ledger.state())}
+    (folder / module.STATE_FILE).write_text(json.dumps({"core": core}))
+    commit.commit(folder)
+    (run / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_the_report_counts_every_epoch_and_finds_no_fault_in_a_correct_run(tmp_path: Path) -> None:
+    ledger = fresh(tasks=2)
+    issue(ledger, 3)
+    ledger.finish(0)
+    ledger.finalize(0, "trained")
+    ledger.finalize(1, "filtered")
+    lines = [{"step": 1, "groups": [entry(0)], "settled": [entry(1)], "accounted": 2}]
+    counts = {"finished": 0, "failed": 0, "dropped": 0, "skipped": 0}
+    assert ledger_report(write_run(tmp_path, 1, ledger, lines)) == {
+        "version": 1,
+        "tasks": 2,
+        "epochs": [
+            {"epoch": 0, "planned": 0, "running": 0, "trained": 1, "filtered": 1, **counts},
+            {"epoch": 1, "planned": 1, "running": 1, "trained": 0, "filtered": 0, **counts},
+        ],
+        "twice": [],
+        "never": [],
+    }
+
+
+def test_the_report_names_visits_finalized_twice_and_visits_of_ended_epochs_that_were_never_finalized(
+    tmp_path: Path,
+) -> None:
+    ledger = fresh(tasks=3)
+    issue(ledger, 4)
+    for position in (0, 1, 2):
+        ledger.finalize(position, "failed")
+    lines = [{"step": 4, "groups": [entry(1), entry(0, replay=True)], "settled": [entry(1)], "accounted": 3}]
+    report = ledger_report(write_run(tmp_path, 4, ledger, lines))
+    assert report["twice"] == ["epoch 0: task 1"]
+    assert report["never"] == ["epoch 0: task 0", "epoch 0: task 2"], "the second epoch has not ended"
+
+
+@pytest.mark.parametrize("state", ["planned", "running", "finished"])
+def test_an_epoch_with_an_open_visit_has_no_visit_that_was_never_finalized(tmp_path: Path, state: str) -> None:
+    ledger = fresh(tasks=1)
+    issue(ledger, 1)
+    if state == "planned":
+        ledger.requeue(0)
+    if state == "finished":
+        ledger.finish(0)
+    report = ledger_report(write_run(tmp_path, 1, ledger, []))
+    assert (report["epochs"][0][state], report["never"]) == (1, [])
+
+
+@pytest.mark.parametrize(("issued", "tasks"), [(3, 3), (0, 1)])
+def test_the_report_of_a_stream_has_as_many_tasks_as_were_issued(tmp_path: Path, issued: int, tasks: int) -> None:
+    ledger = Ledger(ENDLESS, None, LedgerState(), streamed=True)
+    ledger.extend(5, ended=False)
+    for position in issue(ledger, issued):
+        ledger.finalize(position, "dropped")
+    lines = [{"step": 1, "groups": [], "settled": [entry(task) for task in range(issued)], "accounted": issued}]
+    report = ledger_report(write_run(tmp_path, 1, ledger, lines))
+    assert (report["tasks"], report["twice"], report["never"]) == (tasks, [], [])
+    assert [row["dropped"] for row in report["epochs"]] == [3][:issued]
+
+
+def test_a_run_without_a_complete_checkpoint_has_no_report(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no complete checkpoint"):
+        ledger_report(tmp_path)
+
+
+def test_the_report_ignores_records_after_the_checkpoint(tmp_path: Path) -> None:
+    ledger = fresh(tasks=5)
+    for position in issue(ledger, 5):
+        ledger.finalize(position, "failed")
     lines = [
         {"step": 1, "groups": [entry(0), entry(1)], "settled": [entry(2, outcome="failed")], "accounted": 3},
         {"step": 2, "groups": [entry(1), entry(0, replay=True)], "settled": [entry(3)], "accounted": 5},
         {"step": 2, "groups": [], "settled": [entry(2)], "accounted": 6},  # after the checkpoint, like the next line
-        {"step": 3, "groups": [entry(0)], "accounted": 7},
+        {"step": 3, "groups": [entry(0)]},
     ]
-    (tmp_path / "batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ends = _count_finalized(tmp_path / "batches.jsonl", version=2, accounted=5)
-    assert ends == {(0, 0): 1, (0, 1): 2, (0, 2): 1, (0, 3): 1}
+    report = ledger_report(write_run(tmp_path, 2, ledger, lines))
+    assert (report["twice"], report["never"]) == (["epoch 0: task 1"], ["epoch 0: task 4"])

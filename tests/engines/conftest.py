@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 
 from engines_support import VOCABULARY, build
 from outpace.config.load import make_config
+from outpace.engines.server.checks import TOKENIZER_TEXTS
 from outpace.engines.server.launch import LaunchPlan, launch_server
+from outpace.models.loading import load_tokenizer
 from outpace.types import Manifest
 from outpace.weights.shared_memory import SnapshotWriter
 from servers_support import SMALL, START_S, RunningVllm, vllm_python
@@ -31,6 +34,22 @@ def model_of() -> Callable[..., PreTrainedModel]:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tokenizer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the tokenizer that a server is checked against here. The process that does it imports for a second."""
+
+    async def expected_token_ids(model: str, trust_remote_code: bool) -> dict[str, list[int]]:
+        return _token_ids(model)
+
+    monkeypatch.setattr("outpace.engines.server.build.expected_token_ids", expected_token_ids)
+
+
+@cache
+def _token_ids(model: str) -> dict[str, list[int]]:
+    tokenizer: Any = load_tokenizer(model)
+    return {text: tokenizer.encode(text, add_special_tokens=False) for text in TOKENIZER_TEXTS}
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ import outpace as api
 from faults.watching import Settings, every_task_once, steps_of, visits_of
 from outpace.checkpoint import commit
 from outpace.errors import BadInput
-from support import naming, read_lines
+from support import INLINE, naming, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
 
-SHORT = {"run.runtime": "inline", "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
+SHORT = {**INLINE, "run.steps": 4, "eval.holdout": 0.0, "checkpoint.every": 2}
 """Four steps, which is two thirds of an epoch, with a checkpoint every second step."""
 
 

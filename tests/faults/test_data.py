@@ -21,7 +21,7 @@ import outpace as api
 from faults.watching import Settings, every_task_once, summary_of, visits_of
 from outpace.cli import main
 from outpace.errors import ComponentFailed, OutpaceError
-from support import as_arguments, naming, read_lines
+from support import INLINE, as_arguments, naming, read_lines
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -56,7 +56,7 @@ print(len(tasks) + len(heldout), resource.getrusage(resource.RUSAGE_SELF).ru_max
 
 
 def inline(settings: Settings, **changes: object) -> Settings:
-    return settings | {"run.runtime": "inline"} | {key.replace("__", "."): value for key, value in changes.items()}
+    return settings | INLINE | {key.replace("__", "."): value for key, value in changes.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- datasets

@@ -37,10 +37,11 @@ def runtime_directories_of(pid: int) -> list[Path]:
 def test_a_second_signal_ends_the_run_at_once_and_leaves_no_process_and_no_runtime_directory(
     start: StartRun, settings: Settings, tmp_path: Path
 ) -> None:
-    """The run hangs in its rewards, so a first signal, which waits for the current step, would take long."""
+    """The run hangs in its rewards, so a first signal, which waits for the current step, would take long. Its rewards
+    have processes; a run whose components have processes too is tested below, more slowly."""
     (tmp_path / "hang.py").write_text(HANGING)
     hanging = {"rewards__functions": [f"{tmp_path}/hang.py:hanging"], "rewards__timeout_s": 500, "run__stall_s": 500}
-    run = start(*arguments(settings, run__steps=100_000, **hanging))
+    run = start(*arguments(settings, run__steps=100_000, run__runtime="inline", **hanging))
     run.until(lambda: (tmp_path / "run" / "metrics.jsonl").exists() and runtime_directories_of(run.pid))
     runtime_directories = runtime_directories_of(run.pid)
     run.signal(signal.SIGINT)
@@ -62,6 +63,7 @@ def test_a_run_ended_by_two_signals_resumes_from_its_newest_checkpoint(
     run.signal(signal.SIGTERM)
     run.signal(signal.SIGTERM)
     assert run.end(90) in (3, 130), run.output
+    assert run.remaining_processes() == []
     kept = commit.newest_complete(directory / "checkpoints")
     assert kept is not None
     more = commit.step_of(kept) + 3

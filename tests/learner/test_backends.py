@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from learner.conformance import BackendConformance
+from outpace.cli import main
 from outpace.errors import BadInput
 from outpace.learner.torch_backend import TorchBackend
 from outpace.run.plan import UserObjects, make_plan
 from outpace.runtime.references import load_function
-from support import as_arguments, naming, read_lines, resolved, run_command
+from support import INLINE, as_arguments, naming, read_lines, resolved
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "null_learner.py"
 NULL_LEARNER = f"{EXAMPLE}:NullLearner"
@@ -44,13 +45,16 @@ def test_a_backend_takes_no_more_than_one_short_file() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < MAX_EXAMPLE_LINES
 
 
-def test_a_run_completes_and_resumes_with_a_backend_of_the_user(tmp_path: Path) -> None:
+def test_a_run_completes_and_resumes_with_a_backend_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
-    chosen = {**QUICK, "run.steps": 2, "run.dir": str(run), "learner.backend": "examples/null_learner.py:NullLearner"}
-    done = run_command("train", *as_arguments(chosen), cwd=EXAMPLE.parents[1])
-    assert done.returncode == 0, done.stderr
-    resumed = run_command("train", "--resume", str(run), "--run.steps=3", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    chosen = {**QUICK, **INLINE, "run.steps": 2, "run.dir": str(run)}
+    monkeypatch.chdir(EXAMPLE.parents[1])
+    words = as_arguments({**chosen, "learner.backend": "examples/null_learner.py:NullLearner"})
+    assert main(["train", "--quiet", *words]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--quiet", "--resume", str(run), "--run.steps=3"]) == 0
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3]
 
 

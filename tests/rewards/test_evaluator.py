@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,44 +15,10 @@ from outpace.rewards.grader_pool import GraderPool
 from outpace.rewards.grading import GradedCompletion, grade
 from outpace.rewards.registry import check_rewards, isolated_sources, resolve_rewards
 from outpace.types import Episode, Task, Trajectory
+from rewards.evaluators import count, leaves, patient, picky, sampled, unsure
 from support import naming
 
 TASK = Task("t", "Say it.", {"wanted": 2})
-
-
-@outpace.evaluator
-def sampled(task: Task, episode: Episode) -> float:
-    """Return the number of sampled tokens divided by the `wanted` column."""
-    return float(sum(int(one.mask.sum()) for one in episode.trajectories)) / float(task.columns["wanted"])
-
-
-@outpace.evaluator
-async def patient(task: Task, episode: Episode) -> float | None:
-    await asyncio.sleep(0)
-    return None if episode.completion == "1" else 5.0
-
-
-@outpace.evaluator
-def picky(task: Task, episode: Episode) -> Any:
-    if episode.completion == "1":
-        raise ValueError("not this one")
-    return 1.0
-
-
-@outpace.evaluator
-def unsure(task: Task, episode: Episode) -> float:
-    return math.nan if episode.completion == "1" else 0.0
-
-
-@outpace.evaluator
-def leaves(task: Task, episode: Episode) -> float:
-    if episode.completion == "1":
-        os._exit(3)
-    return 1.0
-
-
-def count(completions: list[str]) -> list[float]:
-    return [float(len(completions))] * len(completions)
 
 
 def episodes(number: int = 3) -> list[Episode]:

@@ -8,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -65,15 +67,13 @@ OWNER = "OUTPACE_TESTED_BY"
 
 def grader_processes() -> list[int]:
     """Return the pids of all living graders of this test process and their descendants."""
+    owner, mark = f"{OWNER}={os.getpid()}\0".encode(), f"{MARK_VARIABLE}=".encode()
     found = []
-    for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-            own = MARK_VARIABLE in environment and environment.get(OWNER) == str(os.getpid())
-            if own and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            content = environment.read_bytes()  # empty of a zombie
+            if owner in content and mark in content:
+                found.append(int(environment.parent.name))
     return found
 
 
@@ -81,7 +81,6 @@ def grader_processes() -> list[int]:
 async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
     monkeypatch.setenv(OWNER, str(os.getpid()))
     pools = []
-    before = set(grader_processes())
 
     def make(*names: str, **settings: Any) -> GraderPool:
         pools.append(GraderPool({name: UserCodeSource(reference(name)) for name in names}, **settings))
@@ -90,80 +89,62 @@ async def make_pool(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MakePool]:
     yield make
     for pool in pools:
         await pool.close()
-    assert set(grader_processes()) <= before, "processes were left behind"
+    assert grader_processes() == [], "processes were left behind"
 
 
 # ------------------------------------------------------------------------------------------------------------- results
 
 
 async def test_functions_run_in_reused_processes_and_never_in_the_worker(make_pool: MakePool) -> None:
-    pool = make_pool("pid", "good")
+    pool = make_pool("pid", "good", "silent", "returns_a_coroutine")
     assert await totals(pool, "good") == [3.0, 3.0]
+    assert await totals(pool, "returns_a_coroutine") == [7.0, 7.0], "a returned coroutine is awaited"
+    assert await grade_with(pool, "silent", "good") == [GradedCompletion(3.0, {"good": 3.0})] * 2, "None does not apply"
     seen = {(await totals(pool, "pid"))[0] for _ in range(3)}
     assert len(seen) == 1
     assert seen != {float(os.getpid())}
 
 
-async def test_a_reward_of_none_does_not_apply(make_pool: MakePool) -> None:
-    assert await grade_with(make_pool("silent", "good"), "silent", "good") == [GradedCompletion(3.0, {"good": 3.0})] * 2
+async def test_a_function_fails_with_the_same_message_in_a_process_as_in_a_thread(make_pool: MakePool) -> None:
+    names = ["not_a_number", "infinite", "too_few", "no_list", "text", "raises", "exits"]
+    pool = make_pool(*names, "good")
+    for name in names:
+        assert str(await failure(pool, name)) == str(await failure(None, name))
+        assert await totals(pool, "good") == [3.0, 3.0]
 
 
-async def test_a_returned_coroutine_is_awaited(make_pool: MakePool) -> None:
-    assert await totals(make_pool("returns_a_coroutine"), "returns_a_coroutine") == [7.0, 7.0]
-
-
-@pytest.mark.parametrize("name", ["not_a_number", "infinite", "too_few", "no_list", "text", "raises", "exits"])
-async def test_a_function_fails_with_the_same_message_in_a_process_as_in_a_thread(
-    make_pool: MakePool, name: str
-) -> None:
-    pool = make_pool(name, "good")
-    assert str(await failure(pool, name)) == str(await failure(None, name))
-    assert await totals(pool, "good") == [3.0, 3.0]
-
-
-async def test_the_traceback_of_the_function_is_in_the_cause(make_pool: MakePool) -> None:
-    error = await failure(make_pool("raises"), "raises")
+async def test_an_exception_of_the_function_is_reported_with_its_traceback_as_the_cause(make_pool: MakePool) -> None:
+    pool = make_pool("raises", "raises_unencodable_message", "interrupts")
+    error = await failure(pool, "raises")
     assert error.function == "raises"
     assert has(str(error), "ValueError", "samples 0 to 1", "two lines"), error
     assert f'{FILE}", line ' in str(error.__cause__)
     assert "in raises" in str(error.__cause__)
-
-
-async def test_unencodable_messages_and_keyboard_interrupts_are_reported_like_other_exceptions(
-    make_pool: MakePool,
-) -> None:
-    pool = make_pool("raises_unencodable_message", "interrupts")
     assert str(await failure(pool, "raises_unencodable_message")).endswith("half a pair: ?")
     assert "KeyboardInterrupt" in str(await failure(pool, "interrupts"))
 
 
-async def test_functions_run_on_the_main_thread_and_may_use_alarms(make_pool: MakePool) -> None:
-    assert await totals(make_pool("uses_an_alarm"), "uses_an_alarm") == [0.5, 0.5]
-
-
-async def test_an_alarm_left_behind_is_cleared_before_the_next_call(make_pool: MakePool) -> None:
-    pool = make_pool("leaves_an_alarm_behind")
+async def test_functions_may_use_alarms_and_one_left_behind_is_cleared_before_the_next_call(
+    make_pool: MakePool,
+) -> None:
+    pool = make_pool("uses_an_alarm", "leaves_an_alarm_behind")
+    assert await totals(pool, "uses_an_alarm") == [0.5, 0.5]
     assert [await totals(pool, "leaves_an_alarm_behind") for _ in range(2)] == [[0.0, 0.0]] * 2
 
 
 # --------------------------------------------------------------------------------------------------- process failures
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("leaves", "code 3"),
-        ("crashes", "SIGSEGV"),
-        ("closes_everything", "code 1"),
-        ("forges_an_answer", "call 1000000"),
-        ("sends_rubbish", "bytes"),
-    ],
-)
-async def test_a_process_that_exits_or_sends_invalid_replies_fails_only_its_own_call(
-    make_pool: MakePool, name: str, key: str
-) -> None:
-    pool = make_pool(name, "good", workers=1)
-    for _ in range(2):
+async def test_a_process_that_exits_or_sends_invalid_replies_fails_only_its_own_call(make_pool: MakePool) -> None:
+    causes = {
+        "leaves": "code 3",
+        "crashes": "SIGSEGV",
+        "closes_everything": "code 1",
+        "forges_an_answer": "call 1000000",
+        "sends_rubbish": "bytes",
+    }
+    pool = make_pool(*causes, "good", workers=1)
+    for name, key in causes.items():
         error = await failure(pool, name)
         assert error.function == name
         assert has(str(error).replace(name, ""), "process", key, "samples 0 to 1"), error
@@ -365,6 +346,9 @@ async def test_closing_ends_running_calls_and_rejects_new_ones(make_pool: MakePo
     assert "closed" in str(await failure(pool, "hangs", note=str(note)))
 
 
+THREADS = 4
+
+
 async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool: MakePool, tmp_path: Path) -> None:
     async def round_of_failures() -> None:
         pool = make_pool("crashes", "hangs", "good")
@@ -375,13 +359,13 @@ async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool:
         )
         await pool.close()
 
-    await asyncio.gather(
-        *(asyncio.to_thread(threading.Event().wait, 0.05) for _ in range(32))
-    )  # fill the thread pool of the loop
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS))
+    everyone = threading.Barrier(THREADS)
+    await asyncio.gather(*(asyncio.to_thread(everyone.wait) for _ in range(THREADS)))  # start all its threads
     await round_of_failures()
     me = psutil.Process()
     before = (me.num_fds(), me.num_threads(), len(asyncio.all_tasks()))
-    for _ in range(3):
+    for _ in range(2):
         await round_of_failures()
     assert (me.num_fds(), me.num_threads(), len(asyncio.all_tasks())) == before
 

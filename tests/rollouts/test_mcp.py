@@ -33,6 +33,9 @@ from support import naming
 SCRIPT = Path(__file__).parent / "mcp_server.py"
 
 
+QUICK_COMMAND = shlex.join([sys.executable, str(SCRIPT.with_name("quick_mcp_server.py"))])
+
+
 def command(prefix: str = "") -> str:
     return shlex.join([sys.executable, str(SCRIPT), prefix])
 
@@ -114,7 +117,7 @@ async def test_every_kind_of_result_becomes_text(web: HttpServer) -> None:
 
 
 async def test_calls_to_a_killed_server_fail_and_the_server_is_restarted(web: HttpServer) -> None:
-    async with opened(command(), web.url) as (toolbox, _):
+    async with opened(QUICK_COMMAND, web.url) as (toolbox, _):
         (before,) = await run_calls(toolbox, ("whoami", {}))
         in_flight = asyncio.create_task(run_calls(toolbox, ("hang", {}), ("hang", {})))
         assert await run_calls(toolbox, ("whoami", {})) == [before], "the server has received the other calls by now"
@@ -131,7 +134,7 @@ async def test_calls_to_a_killed_server_fail_and_the_server_is_restarted(web: Ht
 
 
 async def test_the_death_of_a_server_is_detected_even_if_a_child_holds_its_pipe() -> None:
-    async with opened(command()) as (toolbox, _):
+    async with opened(QUICK_COMMAND) as (toolbox, _):
         before, child = await run_calls(toolbox, ("whoami", {}), ("breed", {}))
         in_flight = asyncio.create_task(toolbox.run([ToolCall("0", "hang", "{}")], 1, lambda: math.inf))
         assert await run_calls(toolbox, ("whoami", {})) == [before]
@@ -192,18 +195,18 @@ async def test_a_command_server_gets_the_environment_variables_of_the_worker_and
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("OUTPACE_TEST_KEY", "secret")
-    async with opened(command()) as (toolbox, _):
+    async with opened(QUICK_COMMAND) as (toolbox, _):
         key, pid = await run_calls(toolbox, ("whoami", {"variable": "OUTPACE_TEST_KEY"}), ("whoami", {}))
         assert psutil.pid_exists(int(pid))
     assert (key, psutil.pid_exists(int(pid))) == ("secret", False)
     (closed,) = await run_calls(toolbox, ("whoami", {}))
-    assert re.search(naming("error: ", command(), "closed"), closed)
+    assert re.search(naming("error: ", QUICK_COMMAND, "closed"), closed)
 
 
 async def test_two_servers_with_the_same_tool_name_are_refused_and_both_are_closed() -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(BadInput) as caught:
-        await open_servers([command(), command("") + " "])
+        await open_servers([QUICK_COMMAND, f"{QUICK_COMMAND} again"])
     assert str(caught.value).count("tools.mcp: ") == 2
     assert "\n" not in str(caught.value)
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -243,11 +246,10 @@ async def test_a_url_that_never_answers_times_out() -> None:
             await open_servers([f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"], limit_s=0.3)
 
 
-@pytest.mark.slow
 async def test_one_failing_server_closes_the_others() -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(BadInput, match="no-such-program"):
-        await open_servers([command(), "no-such-program"])
+        await open_servers([QUICK_COMMAND, "no-such-program"])
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

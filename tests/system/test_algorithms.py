@@ -11,7 +11,7 @@ import pytest
 
 import outpace as api
 from outpace.config.presets import PRESETS
-from support import read_lines
+from support import INLINE, read_lines
 
 Settings = dict[str, Any]
 
@@ -36,7 +36,7 @@ COMBINATIONS: dict[str, Settings] = {
 
 
 def train(settings: Settings, run: Path, more: Settings, resume: bool = False) -> None:
-    values = {**settings, "run.dir": str(run), "run.runtime": "inline", "run.deterministic": True, **more}
+    values = {**settings, "run.dir": str(run), **INLINE, "run.deterministic": True, **more}
     api.Trainer(config=values, quiet=True).train(resume=resume)
 
 

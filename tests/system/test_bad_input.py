@@ -11,7 +11,7 @@ import pytest
 
 import outpace
 from outpace.cli import main
-from support import as_arguments, resolved, run_command, write_config
+from support import INLINE, as_arguments, resolved, write_config
 
 Settings = dict[str, Any]
 
@@ -129,17 +129,16 @@ def test_a_model_directory_without_weights_gives_one_line(
 
 
 def test_a_broken_model_found_only_by_a_starting_component_gives_one_line_and_leaves_nothing(
-    settings: Settings, toy_model: Path, tmp_path: Path
+    settings: Settings, toy_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In processes, a component that cannot start is tested in tests/runtime."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in toy_model.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "model.safetensors").write_bytes(b"not a tensor in sight")
-    result = run_command("train", *as_arguments({**settings, "model.path": str(broken)}))
-    assert result.returncode == 2, result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
-    assert "model.path" in result.stderr
+    values = {**settings, "model.path": str(broken), **INLINE}
+    assert "model.path" in refused(["train", *as_arguments(values)], capsys)
     assert not (tmp_path / "run").exists()
 
 
@@ -195,7 +194,7 @@ def test_a_dry_run_of_a_resume_prints_what_would_run_and_touches_nothing(
 def test_a_checkpoint_without_the_state_that_the_new_config_needs_is_refused(
     change: Settings, keys: tuple[str, ...], settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = {**settings, "run.runtime": "inline", "run.steps": 1}
+    short = {**settings, **INLINE, "run.steps": 1}
     assert main(["train", "--quiet", *as_arguments(short)]) == 0
     capsys.readouterr()
     line = refused(["train", "--resume", str(tmp_path / "run"), *as_arguments({"run.steps": 2, **change})], capsys)

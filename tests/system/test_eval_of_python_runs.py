@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import outpace as api
+from outpace.cli import main
 from outpace.commands.evaluate import evaluate_model
 from outpace.errors import BadInput
 from outpace.run.objects import reference_of
 from outpace.run.plan import load_run_with_objects
-from support import naming, run_command
+from support import INLINE, naming
 
 Settings = dict[str, Any]
 
@@ -50,7 +51,7 @@ def top_level(completions: list[str], **columns: Any) -> list[float]:
 @pytest.fixture
 def small(settings: Settings) -> Settings:
     own = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
-    return {**own, "run.steps": 1, "filter.uniform": False, "run.runtime": "inline"}
+    return {**own, "run.steps": 1, "filter.uniform": False, **INLINE}
 
 
 def run_script(directory: Path, small: Settings, guard: str) -> Path:
@@ -64,11 +65,13 @@ def run_script(directory: Path, small: Settings, guard: str) -> Path:
     return Path(small["run.dir"])
 
 
-def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(small: Settings, tmp_path: Path) -> None:
+def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(
+    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_script(tmp_path, {**small, "eval.count": 4}, 'if __name__ == "__main__": ')
-    result = run_command("eval", str(run))
-    assert result.returncode == 0, result.stderr
-    measured = json.loads(result.stdout)
+    capsys.readouterr()
+    assert main(["eval", str(run)]) == 0
+    measured = json.loads(capsys.readouterr().out)
     assert (measured["eval/count"], measured["eval/failed"]) == (4, 0), "the tasks that the run itself evaluates"
     last = json.loads((run / "summary.json").read_text())["evals"][-1]
     assert measured["eval/reward"] == pytest.approx(last["reward"], abs=0.02)
@@ -76,13 +79,13 @@ def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(small: Settings
 
 
 def test_a_script_that_trains_when_it_is_imported_is_refused_and_starts_nothing(
-    small: Settings, tmp_path: Path
+    small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_script(tmp_path, {**small, "eval.count": 4}, "")
-    result = run_command("eval", str(run))
-    assert result.returncode == 2
-    assert "my_training.py" in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert main(["eval", str(run)]) == 2
+    output = capsys.readouterr().err
+    assert "my_training.py" in output
+    assert len(output.splitlines()) == 1
 
 
 def test_an_object_that_cannot_be_imported_again_is_named(small: Settings) -> None:

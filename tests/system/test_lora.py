@@ -9,14 +9,14 @@ import pytest
 
 import outpace as api
 from outpace.errors import BadInput
-from support import read_lines
+from support import INLINE, read_lines
 
 Settings = dict[str, Any]
 
 
 def train(settings: Settings, run: Path, resume: bool = False, **more: Any) -> api.Summary:
     dotted = {key.replace("__", "."): value for key, value in more.items()}
-    values = {**settings, "run.dir": str(run), "run.runtime": "inline", "run.deterministic": True, **dotted}
+    values = {**settings, "run.dir": str(run), **INLINE, "run.deterministic": True, **dotted}
     return api.Trainer(config=values, quiet=True).train(resume=resume)
 
 

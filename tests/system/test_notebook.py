@@ -12,6 +12,8 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from support import INLINE
+
 Settings = dict[str, Any]
 
 
@@ -59,7 +61,7 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 
 def setup_cell(settings: Settings) -> str:
-    config = {**settings, "run.steps": 100_000, "run.runtime": "inline"}
+    config = {**settings, "run.steps": 100_000, **INLINE}
     return f"import outpace\nconfig = {config!r}\ntrainer = outpace.Trainer(config=config)"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import outpace as api
 from outpace.errors import BadInput
+from support import INLINE
 
 Settings = dict[str, Any]
 
@@ -21,7 +22,7 @@ def loaded(toy_model: Path) -> tuple[Any, Any]:
 
 
 def without_model(settings: Settings) -> Settings:
-    inline = {"run.runtime": "inline", "run.steps": 2}
+    inline = {**INLINE, "run.steps": 2}
     return {key: value for key, value in settings.items() if key != "model.path"} | inline
 
 
@@ -120,7 +121,7 @@ def test_the_real_grpo_config_is_refused_too(tmp_path: Path) -> None:
 async def test_evaluate_measures_the_base_model_and_then_the_newest_checkpoint(
     settings: Settings, rewards: Path
 ) -> None:
-    config = {**settings, "run.runtime": "inline", "run.steps": 2, "eval.count": 4, "eval.holdout": 0.25}
+    config = {**settings, **INLINE, "run.steps": 2, "eval.count": 4, "eval.holdout": 0.25}
     config |= {"rewards.functions": [f"{rewards}:vowels", f"{rewards}:always"], "rewards.weights": [1.0, 0.5]}
     trainer = api.Trainer(config=config, quiet=True)
     before = trainer.evaluate()  # though a loop is running

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ GROUPS = 8
 
 def plain_run(directory: Path) -> list[dict[str, Any]]:
     out = directory / "plain.json"
-    command = [sys.executable, str(SCRIPT), "--steps", str(STEPS), "--groups", str(GROUPS), "--context", "64"]
-    subprocess.run([*command, "--json", str(out)], check=True, timeout=280, capture_output=True)
+    words = [str(SCRIPT), "--steps", str(STEPS), "--groups", str(GROUPS), "--context", "64", "--json", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        runpy.run_path(str(SCRIPT), run_name="__main__")
     steps: list[dict[str, Any]] = json.loads(out.read_text())["steps"]
     return steps
 

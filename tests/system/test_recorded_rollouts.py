@@ -15,7 +15,7 @@ import pytest
 import outpace
 from outpace.cli import main
 from outpace.monitoring.rollout_files import recorded_steps, untrained_groups
-from support import as_arguments, read_lines, start_command
+from support import INLINE, as_arguments, read_lines, start_command
 
 Settings = dict[str, Any]
 
@@ -46,7 +46,7 @@ def test_a_killed_and_resumed_run_records_under_each_step_only_its_groups_and_ea
         "run.save_rollouts": 2,
         "checkpoint.every": 3,
         "model.system_prompt": "Be brief.",
-        "run.runtime": "inline",
+        **INLINE,
     }
     run = Path(settings["run.dir"])
     process = start_command("train", *as_arguments(settings))
@@ -90,7 +90,7 @@ def test_a_run_that_never_trains_warns_early_with_the_reason_and_records_its_com
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     run = Path(settings["run.dir"])
-    settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, "run.runtime": "inline", **changes}
+    settings |= {"rewards.functions": [f"{rewards}:{reward}"], "run.steps": 50, **INLINE, **changes}
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(main, ["train", *as_arguments(settings)])
         wait_for(lambda: run.is_dir() and len(untrained_groups(run)) >= 2, lambda: not ended.done())

@@ -20,7 +20,7 @@ import pytest
 import outpace as api
 from outpace.checkpoint import commit
 from outpace.errors import ComponentFailed
-from support import read_lines
+from support import INLINE, read_lines
 
 Settings = dict[str, Any]
 ENDLESS = 100_000
@@ -51,7 +51,7 @@ class Recorder(api.Callback):
 
 @pytest.fixture
 def endless(settings: Settings) -> Settings:
-    return {**settings, "run.steps": ENDLESS, "run.runtime": "inline"}
+    return {**settings, "run.steps": ENDLESS, **INLINE}
 
 
 def newest_checkpoint(settings: Settings) -> int:
@@ -81,10 +81,10 @@ asyncio.run(main())
 
 
 def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_train(
-    settings: Settings, tmp_path: Path
+    endless: Settings, tmp_path: Path
 ) -> None:
-    run, script = Path(settings["run.dir"]), tmp_path / "script.py"
-    script.write_text(SCRIPT.format(config={**settings, "run.steps": ENDLESS}))
+    run, script = Path(endless["run.dir"]), tmp_path / "script.py"
+    script.write_text(SCRIPT.format(config=endless))
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     metrics = run / "metrics.jsonl"
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
@@ -96,7 +96,7 @@ def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_
     assert (summary["exit"], summary["reason"]) == (3, "stopped")
     assert f"interrupted after {summary['steps']}" in out
     assert re.search(rf"outpace\.errors\.Interrupted: .*\b{summary['steps']}\b", err), err
-    assert newest_checkpoint(settings) == summary["steps"]
+    assert newest_checkpoint(endless) == summary["steps"]
 
 
 async def test_a_cancelled_task_writes_a_checkpoint_before_the_cancellation_is_raised(endless: Settings) -> None:
@@ -210,7 +210,7 @@ def test_stop_without_a_run_does_nothing(endless: Settings) -> None:
 
 def test_callbacks_get_the_metrics_lines_every_checkpoint_and_every_version_once(settings: Settings) -> None:
     recorder = Recorder()
-    config = {**settings, "run.steps": 4, "checkpoint.every": 2, "engine.count": 2, "run.runtime": "inline"}
+    config = {**settings, "run.steps": 4, "checkpoint.every": 2, "engine.count": 2, **INLINE}
     api.Trainer(config=config, callbacks=[recorder], quiet=True).train()
     run = Path(settings["run.dir"])
     assert recorder.lines == read_lines(run / "metrics.jsonl")
@@ -240,7 +240,7 @@ def test_an_exception_at_the_end_of_a_run_is_in_its_summary(settings: Settings) 
         def on_run_end(self, summary: Any) -> None:
             raise ValueError("not today")
 
-    trainer = api.Trainer(config={**settings, "run.runtime": "inline"}, callbacks=[Fails()], quiet=True)
+    trainer = api.Trainer(config={**settings, **INLINE}, callbacks=[Fails()], quiet=True)
     with pytest.raises(ComponentFailed, match="ValueError: not today"):
         trainer.train()
     assert trainer.summary is not None
@@ -255,6 +255,6 @@ def test_an_exception_in_a_callback_is_only_reported_if_callback_errors_is_repor
         def on_batch_end(self, metrics: Mapping[str, float]) -> None:
             raise ValueError("not today")
 
-    config = {**settings, "run.runtime": "inline", "run.callback_errors": "report"}
+    config = {**settings, **INLINE, "run.callback_errors": "report"}
     assert api.Trainer(config=config, callbacks=[Fails()], quiet=True).train().steps == 3
     assert "not today" in caplog.text

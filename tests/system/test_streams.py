@@ -8,7 +8,7 @@ from typing import Any
 import outpace as api
 from outpace.controller.ledger import ledger_report
 from outpace.types import Task
-from support import read_lines
+from support import INLINE, read_lines
 
 TASKS = 12
 
@@ -27,7 +27,7 @@ class Numbers:
 def test_a_resumed_run_uses_every_task_of_a_stream_once(settings: dict[str, Any], tmp_path: Path) -> None:
     run, streams = tmp_path / "streamed", (Numbers(), Numbers())
     values = {key: value for key, value in settings.items() if key not in ("tasks.path", "run.steps")}
-    values |= {"run.dir": str(run), "run.runtime": "inline", "eval.count": 0}
+    values |= {"run.dir": str(run), **INLINE, "eval.count": 0}
     first = api.Trainer(config={**values, "run.steps": 1}, tasks=streams[0], quiet=True).train()
     assert first.steps == 1
     api.Trainer(config={**values, "run.epochs": 1}, tasks=streams[1], quiet=True).train(resume=True)

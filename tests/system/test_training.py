@@ -20,7 +20,7 @@ import outpace as api
 from outpace.cli import main
 from outpace.errors import BadInput, ComponentFailed
 from outpace.run.plan import load_run_config
-from support import as_arguments, journalled, naming, read_lines, start_command
+from support import INLINE, as_arguments, journalled, naming, read_lines, start_command
 
 Settings = dict[str, Any]
 
@@ -42,53 +42,26 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 20
         time.sleep(0.05)
 
 
-def runtime_dir_of(process: subprocess.Popen[str]) -> Path | None:
-    """The runtime directory of this run, recognized by the lock file that its process holds open."""
-    opened = [Path(file.path) for file in psutil.Process(process.pid).open_files()]
-    return next((path.parent for path in opened if path.name == "owner.lock"), None)
+class WatchRuntimeDirectory(api.Callback):
+    """Remembers the runtime directories of this process's runs, recognized by the lock file held open."""
 
+    def __init__(self) -> None:
+        self.directories: set[Path] = set()
 
-def test_a_run_in_child_processes_trains_all_steps_and_leaves_only_its_run_directory(
-    settings: Settings, tmp_path: Path
-) -> None:
-    (tmp_path / "run" / "logs").mkdir(parents=True)
-    (tmp_path / "run" / "logs" / "learner.log").write_text("of an earlier run")
-    settings = {**settings, "run.overwrite": True}
-    process = start_command("train", *as_arguments({**settings, "run.steps": 5, "eval.count": 6, "eval.holdout": 0.3}))
-    wait_for(lambda: runtime_dir_of(process), process)
-    runtime_dir = runtime_dir_of(process)
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
-    run = tmp_path / "run"
-    metrics, batches = read_lines(run / "metrics.jsonl"), read_lines(run / "batches.jsonl")
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
-    assert all(len(line["groups"]) == 4 for line in batches)
-    assert max(group["lag"] for line in batches for group in line["groups"]) <= 2
-    assert max(line["lag/max"] for line in metrics) <= 2
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["exit"]) == (5, 0)
-    assert [result["version"] for result in summary["evals"]] == [0, 5]
-    assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= {
-        path.name for path in run.iterdir()
-    }
-    assert runtime_dir is not None
-    assert not runtime_dir.exists()
-    logs = {path.name: path.read_text() for path in (run / "logs").iterdir()}
-    assert "of an earlier run" not in logs["learner.log"]
-    assert not [name for name, text in logs.items() if "Traceback" in text], "a successful run logs no traceback"
-    assert f"{run}\n" in out
+    def on_batch_end(self, metrics: Any) -> None:
+        opened = [Path(file.path) for file in psutil.Process().open_files()]
+        self.directories |= {path.parent for path in opened if path.name == "owner.lock"}
 
 
 def test_synchronous_training_is_the_same_loop_and_never_lags(settings: Settings) -> None:
-    summary = api.Trainer(config={**settings, "pacing.max_lag": 0, "run.runtime": "inline"}, quiet=True).train()
+    summary = api.Trainer(config={**settings, "pacing.max_lag": 0, **INLINE}, quiet=True).train()
     assert (summary.steps, summary.lag_max) == (3, 0)
 
 
 def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trained(
     settings: Settings, tmp_path: Path
 ) -> None:
-    config = {**settings, "run.steps": None, "run.epochs": 2, "tasks.limit": 10, "run.runtime": "inline"}
+    config = {**settings, "run.steps": None, "run.epochs": 2, "tasks.limit": 10, **INLINE}
     events: list[str] = []
 
     class Watch(api.Callback):
@@ -112,7 +85,7 @@ def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trai
 
 @pytest.mark.parametrize("update", ["inflight", "drain"])
 def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings: Settings, update: str) -> None:
-    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, "run.runtime": "inline"}
+    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, **INLINE}
     loaded: list[int] = []
 
     class Watch(api.Callback):
@@ -126,28 +99,46 @@ def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings
 
 
 def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None:
-    config = {**settings, "pacing.warmup_steps": 3, "run.steps": 5, "run.runtime": "inline"}
+    config = {**settings, "pacing.warmup_steps": 3, "run.steps": 5, **INLINE}
     api.Trainer(config=config, quiet=True).train()
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
 
-def test_a_deterministic_run_is_reproducible_with_lag_and_in_any_process_layout(
+def test_a_deterministic_run_is_the_same_in_child_processes_which_leave_only_the_run_directory(
     settings: Settings, tmp_path: Path
 ) -> None:
     config = {**settings, "run.deterministic": True, "pacing.max_lag": 2, "run.steps": 5, "run.threads": 1}
+    config |= {"eval.count": 6, "eval.holdout": 0.3, "run.overwrite": True}
     rows = read_lines(Path(config.pop("tasks.path")))
-    results = []
+    local = tmp_path / "run-2"
+    (local / "logs").mkdir(parents=True)
+    (local / "logs" / "learner.log").write_text("of an earlier run")
+    watch, results = WatchRuntimeDirectory(), []
     for runtime in ("inline", "inline", "local"):
         run = tmp_path / f"run-{len(results)}"
-        api.Trainer(tasks=rows, config={**config, "run.dir": str(run), "run.runtime": runtime}, quiet=True).train()
+        values = {**config, "run.dir": str(run), "run.runtime": runtime}
+        api.Trainer(tasks=rows, config=values, callbacks=[watch], quiet=True).train()
         losses = [line["loss/policy"] for line in read_lines(run / "metrics.jsonl")]
-        tokens = {
-            group: [row.tokens.tolist() for row in record.rows] for group, record in journalled(run / "journal").items()
-        }
-        rewards = {group: record.rewards for group, record in journalled(run / "journal").items()}
+        journal = journalled(run / "journal")
+        tokens = {group: [row.tokens.tolist() for row in record.rows] for group, record in journal.items()}
+        rewards = {group: record.rewards for group, record in journal.items()}
         results.append((losses, (run / "batches.jsonl").read_text(), tokens, rewards))
     assert results[0] == results[1] == results[2]
-    assert {group["lag"] for line in read_lines(run / "batches.jsonl") for group in line["groups"]} == {0, 1, 2}
+    metrics, batches = read_lines(local / "metrics.jsonl"), read_lines(local / "batches.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
+    assert [len(line["groups"]) for line in batches] == [4] * 5
+    assert {group["lag"] for line in batches for group in line["groups"]} == {0, 1, 2}
+    assert max(line["lag/max"] for line in metrics) == 2
+    summary = json.loads((local / "summary.json").read_text())
+    assert (summary["steps"], summary["exit"]) == (5, 0)
+    assert [result["version"] for result in summary["evals"]] == [0, 5]
+    assert {"config.toml", "rollouts", "checkpoints", "journal", "logs", "timeline.json"} <= set(os.listdir(local))
+    assert watch.directories
+    assert [path for path in watch.directories if path.exists()] == []
+    logs = {path.name: path.read_text() for path in (local / "logs").iterdir()}
+    assert "of an earlier run" not in logs["learner.log"]
+    assert not [name for name, text in logs.items() if "Traceback" in text], "a successful run logs no traceback"
 
 
 # ------------------------------------------------------------------------------------------------------- failures
@@ -193,10 +184,10 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_l
     stopped_at = json.loads((run / "summary.json").read_text())["steps"]
     assert stopped_at < 36
     assert main(["train", "--resume", str(run), "--run.runtime=inline"]) == 0
+    assert f"{run}\n" in capsys.readouterr().out
     steps = [line["step"] for line in read_lines(run / "metrics.jsonl")]
     assert steps == list(range(1, 37)), "every step once, in order, across the stop"
     assert sorted(trained_tasks(run)) == sorted((epoch, f"t{n}") for epoch in range(3) for n in range(24))
-    capsys.readouterr()
     assert main(["ledger", str(run)]) == 0
     ledger = json.loads(capsys.readouterr().out)
     assert [row["trained"] for row in ledger["epochs"]] == [24, 24, 24]
@@ -204,7 +195,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_l
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_exception(settings: Settings, rewards: Path) -> None:
-    config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, "run.runtime": "inline"}
+    config = {**settings, "rewards.functions": [f"{rewards}:broken"], "pacing.max_failed": 6, **INLINE}
     with pytest.raises(ComponentFailed, match=naming("6 groups", "pacing.max_failed", "no reward today")) as caught:
         api.Trainer(config=config, quiet=True).train()
     assert 'raise RuntimeError("no reward today")' in caught.value.remote_traceback
@@ -216,7 +207,7 @@ def test_a_run_in_which_every_group_is_filtered_ends_at_max_filtered(settings: S
         "rewards.functions": [f"{rewards}:always"],
         "filter.uniform": True,
         "pacing.max_filtered": 20,
-        "run.runtime": "inline",
+        **INLINE,
     }
     with pytest.raises(ComponentFailed, match=naming("20 groups", "pacing.max_filtered", "rewards", "1")):
         api.Trainer(config=config, quiet=True).train()
@@ -228,15 +219,13 @@ def test_a_callback_that_raises_ends_the_run_with_its_own_traceback(settings: Se
             raise ValueError("not today")
 
     with pytest.raises(ComponentFailed, match=naming("on_batch_end", "ValueError: not today")) as caught:
-        api.Trainer(
-            config={**settings, "run.runtime": "inline", "run.steps": 50}, callbacks=[Bad()], quiet=True
-        ).train()
+        api.Trainer(config={**settings, **INLINE, "run.steps": 50}, callbacks=[Bad()], quiet=True).train()
     assert "in on_batch_end" in caught.value.remote_traceback
 
 
 @pytest.mark.parametrize("setting", ["run.seed", "model.path"])
 def test_a_refused_resume_leaves_the_run_unchanged(settings: Settings, tmp_path: Path, setting: str) -> None:
-    config = {**settings, "run.runtime": "inline", "run.steps": 2}
+    config = {**settings, **INLINE, "run.steps": 2}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
@@ -250,7 +239,7 @@ def test_a_refused_resume_leaves_the_run_unchanged(settings: Settings, tmp_path:
 def test_bad_input_does_not_delete_the_run_that_would_be_overwritten(
     settings: Settings, toy_model: Path, tmp_path: Path
 ) -> None:
-    config = {**settings, "run.runtime": "inline", "run.steps": 2, "run.overwrite": True}
+    config = {**settings, **INLINE, "run.steps": 2, "run.overwrite": True}
     api.Trainer(config=config, quiet=True).train()
     run = tmp_path / "run"
     before = {path.name: path.read_bytes() for path in run.glob("*.*")}
@@ -267,7 +256,7 @@ def test_bad_input_does_not_delete_the_run_that_would_be_overwritten(
 
 def test_groups_dropped_as_stale_are_waste_and_not_failures(settings: Settings) -> None:
     config = {**settings, "pacing.on_stale": "drop", "pacing.max_lag": 1, "pacing.max_failed": 2, "run.steps": 6}
-    config |= {"run.runtime": "inline", "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
+    config |= {**INLINE, "rollout.max_tokens": 40, "pacing.depth": 3.0, "pacing.max_running": 200}
     assert api.Trainer(config=config, quiet=True).train().steps == 6
 
 
@@ -346,7 +335,7 @@ async def test_train_async_leaves_the_loop_free(settings: Settings) -> None:
             ticks += 1
 
     ticking = asyncio.create_task(tick())
-    summary = await api.Trainer(config={**settings, "run.runtime": "inline"}, quiet=True).train_async()
+    summary = await api.Trainer(config={**settings, **INLINE}, quiet=True).train_async()
     ticking.cancel()
     assert summary.steps == 3
     assert ticks > 5

@@ -18,6 +18,8 @@ from outpace.engines.server.server_engine import ServerEngine
 from outpace.errors import BadInput
 
 URL = "http://localhost:8000"
+pytestmark = pytest.mark.usefixtures("tokenizer_in_this_process")
+
 HOLD = """
 import sys, pathlib
 from outpace.engines.server.launch import ServerClaim

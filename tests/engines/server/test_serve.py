@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from engines.server.scripted_vllm import laid_out
+from outpace.cli import main
 from outpace.commands.serve import serving_config
 from outpace.config.load import make_config
 from outpace.engines.server.build import build_server_engine
@@ -29,7 +30,7 @@ from outpace.errors import BadInput
 from outpace.runtime import cleanup_process
 from outpace.runtime.cleanup import RuntimeDirectory
 from servers_support import SMALL, vllm_python
-from support import run_command, start_command
+from support import start_command
 
 WITHIN_S = 60
 
@@ -213,11 +214,11 @@ def test_a_server_that_dies_ends_the_command_with_the_cause_and_its_log_is_kept(
     assert "child" in log.read_text()
 
 
-def test_a_dry_run_prints_a_runnable_command(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_dry_run_prints_a_runnable_command(env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    shown = run_command("serve", "--dry-run", *flags(env, launch__port=port))
-    assert shown.returncode == 0, shown.stderr
-    typed = subprocess.Popen(["bash", "-c", f"exec {shown.stdout.strip()}"], stdout=subprocess.PIPE, text=True)
+    assert main(["serve", "--dry-run", *flags(env, launch__port=port)]) == 0
+    shown = capsys.readouterr().out.strip()
+    typed = subprocess.Popen(["bash", "-c", f"exec {shown}"], stdout=subprocess.PIPE, text=True)
     try:
         assert typed.stdout is not None
         child = psutil.Process(int(typed.stdout.readline().split()[1]))
@@ -225,13 +226,13 @@ def test_a_dry_run_prints_a_runnable_command(env: dict[str, str], tmp_path: Path
     finally:
         typed.kill()
         typed.communicate(timeout=WITHIN_S)
-    assert f"--port {port}" in shown.stdout
+    assert f"--port {port}" in shown
 
 
-def test_a_missing_launch_python_is_reported_in_one_line() -> None:
-    refused = run_command("serve", "--launch.python=/no/python")
-    assert refused.returncode == 2
-    assert re.fullmatch(r"outpace: launch\.python /no/python: .*No such file or directory\n", refused.stderr)
+def test_a_missing_launch_python_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--launch.python=/no/python"]) == 2
+    output = capsys.readouterr().err
+    assert re.fullmatch(r"outpace: launch\.python /no/python: .*No such file or directory\n", output)
 
 
 # ------------------------------------------------------------------------------------------------------------ config
@@ -296,6 +297,7 @@ async def test_servers_use_consecutive_ports_from_the_first_port(env: dict[str, 
     assert started.server.url == f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.usefixtures("tokenizer_in_this_process")
 @pytest.mark.parametrize(("stale", "health"), [(False, "healthy"), (True, "stale")])
 async def test_a_started_server_has_the_first_version_unless_the_run_has_progressed(
     env: dict[str, str], tmp_path: Path, stale: bool, health: str
@@ -311,6 +313,7 @@ async def test_a_started_server_has_the_first_version_unless_the_run_has_progres
         await engine.close()
 
 
+@pytest.mark.usefixtures("tokenizer_in_this_process")
 async def test_a_started_server_that_fails_its_checks_is_stopped(env: dict[str, str], tmp_path: Path) -> None:
     config = make_config(settings(env, launch__args=["--logprobs-mode", "raw_logprobs"]))
     with pytest.raises(BadInput, match="--logprobs-mode processed_logprobs"):
@@ -328,6 +331,7 @@ async def test_a_cancelled_server_start_leaves_no_processes(env: dict[str, str],
     assert not [each for each in psutil.Process(os.getpid()).children() if each.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.usefixtures("tokenizer_in_this_process")
 async def test_the_log_of_a_server_that_did_not_start_outlives_the_run_directory(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
