@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput
 from outpace.rollouts.tools.functions import MAX_DEPTH, ToolError, load_tools, result_text, truncate_text
 from outpace.rollouts.tools.toolbox import (
@@ -21,7 +22,6 @@ from outpace.rollouts.tools.toolbox import (
     MAX_CONCURRENT_CALLS,
     FunctionTools,
     Toolbox,
-    ToolLimits,
     ToolSet,
     tools_by_name,
 )
@@ -44,7 +44,7 @@ def box(*functions: Any, timeout_s: float = 30.0, max_result_chars: int = 100, *
     tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions)))]
     if others:
         tool_sets.append(ToolSet("rollout.environment", CoroutineTools(**others), ordered=True))
-    return Toolbox(tool_sets, ToolLimits(timeout_s, max_result_chars))
+    return Toolbox(tool_sets, ToolsConfig(timeout_s=timeout_s, max_result_chars=max_result_chars))
 
 
 def call(name: str, arguments: str = "{}", problem: str = "", number: int = 0) -> ToolCall:

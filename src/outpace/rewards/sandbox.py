@@ -183,19 +183,6 @@ class SandboxFailed(OutpaceError):
 
 
 @dataclass(frozen=True)
-class SandboxLimits:
-    timeout_s: float = 5.0
-    memory_mb: int = 512
-    processes: int = 16
-    output_kb: int = 64
-    file_mb: int = 16
-
-    @classmethod
-    def of(cls, config: SandboxConfig) -> SandboxLimits:
-        return cls(config.timeout_s, config.memory_mb, config.processes, config.output_kb, config.file_mb)
-
-
-@dataclass(frozen=True)
 class Isolation:
     """Isolation achieved for one program, beyond the limits that always hold."""
 
@@ -242,7 +229,7 @@ async def run_python(
     code: str,
     *,
     stdin: str = "",
-    limits: SandboxLimits,
+    limits: SandboxConfig,
     arguments: Sequence[str] = (),
     files: Mapping[str, str] | None = None,
     channel: socket.socket | None = None,
@@ -257,7 +244,7 @@ async def run_python(
 
 
 class _SandboxRun:
-    def __init__(self, directory: str, limits: SandboxLimits) -> None:
+    def __init__(self, directory: str, limits: SandboxConfig) -> None:
         self._directory = directory
         self._limits = limits
         self._uid = FIRST_UID + secrets.randbelow(UIDS)

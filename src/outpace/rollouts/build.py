@@ -26,10 +26,10 @@ from outpace.rollouts.environments.session import (
     resolve_kinds,
 )
 from outpace.rollouts.episode import single_turn
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
+from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.functions import Tool, load_tools, tools_of
 from outpace.rollouts.tools.mcp import close_servers, open_servers
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet, tools_by_name
+from outpace.rollouts.tools.toolbox import FunctionTools, ToolSet, tools_by_name
 from outpace.runtime.references import load_function
 from outpace.types import Task
 
@@ -66,9 +66,12 @@ async def build_rollout(config: Config, given: PythonObjects | None = None) -> B
     except BaseException:
         await close_servers(servers)
         raise
-    stages = EnvironmentSessions.of(origins, config.environment, config.tools) if origins else None
+    stages = EnvironmentSessions(origins, config.environment, config.tools) if origins else None
     closers: list[Callable[[], Awaitable[None]]] = [lambda: close_servers(servers)]
-    return BuiltRollout(_loop(config, tool_sets, stages), closers if stages is None else [stages.close, *closers])
+    return BuiltRollout(
+        ToolLoop(tool_sets, stages, config.rollout, config.tools),
+        closers if stages is None else [stages.close, *closers],
+    )
 
 
 def check_rollout(config: Config, given: PythonObjects, first: Task | None = None) -> bool:
@@ -134,15 +137,3 @@ def _environment_tools(origin: EnvironmentSource) -> ToolSet:
     factory = origin.load()
     tools = tools_of(factory, origin.setting).values() if isinstance(factory, type) else ()
     return ToolSet(origin.setting, FunctionTools(list(tools)))
-
-
-def _loop(config: Config, tool_sets: list[ToolSet], stages: EnvironmentSessions | None) -> ToolLoop:
-    rollout = config.rollout
-    return ToolLoop(
-        tool_sets=tool_sets,
-        stages=stages,
-        limits=EpisodeLimits(
-            rollout.max_turns, rollout.max_calls, rollout.max_episode_tokens, rollout.max_seconds, rollout.max_tokens
-        ),
-        tool_limits=ToolLimits(config.tools.timeout_s, config.tools.max_result_chars),
-    )

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
     """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+    fatal: ComponentFailed | BadInput | None
     try:
         async with asyncio.timeout(timeout_s) as limit:
             returned = await rollout(task, client)
@@ -66,8 +67,7 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     except BaseException as error:  # user code may raise anything; report it as a failed episode
         if isinstance(error, GeneratorExit):
             raise
-        fatal = _fatal_error(error)
-        if fatal := await client.abandon() or fatal:
+        if fatal := await client.abandon() or _fatal_error(error):
             raise fatal from None
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_episode(client, f"the episode took longer than rollout.timeout_s = {timeout_s:g} s")

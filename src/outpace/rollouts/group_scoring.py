@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from outpace.algorithms.advantages import is_uniform
 from outpace.algorithms.token_advantages import AdvantageSettings, compared_returns, group_advantages, with_advantages
+from outpace.config.algorithm import FilterConfig
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
 from outpace.rollouts.client import PolicyClient
@@ -48,20 +48,9 @@ MASKED_REASON = "not trained on: truncated (filter.truncated) or too long (filte
 
 
 @dataclass(frozen=True)
-class GroupFilter:
-    """Resolved `[filter]` settings. `longer_than` None means no limit."""
-
-    uniform: bool = True
-    tolerance: float = 1e-6
-    min_group: int = 2
-    truncated: Literal["train", "mask"] = "train"
-    longer_than: int | None = None
-
-
-@dataclass(frozen=True)
 class ScoringRules:
     credit: AdvantageSettings
-    filter: GroupFilter
+    filter: FilterConfig
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,7 @@ class ScoredGroup:
 
 def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     """Decide whether the group can be trained on, and compute the advantages of its rows."""
+    assert rules.filter.min_group is not None, "the config must be resolved"
     succeeded = [episode for episode in episodes if episode.error is None]
     if reason := _too_few_reason(episodes, len(succeeded), rules.filter.min_group):
         return ScoredGroup("failed", reason, [])
@@ -135,7 +125,7 @@ def _rewards_of(succeeded: list[Episode]) -> tuple[list[float], list[dict[str, f
     return [episode.reward for episode in succeeded], [episode.rewards for episode in succeeded]
 
 
-def _is_trained_on(episode: Episode, rules: GroupFilter) -> bool:
+def _is_trained_on(episode: Episode, rules: FilterConfig) -> bool:
     if rules.truncated == "mask" and episode.stop in TRUNCATED_STOPS:
         return False
     return rules.longer_than is None or sampled_tokens(episode) <= rules.longer_than

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.config import Config
+from outpace.config.sections import RolloutConfig
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
 from outpace.rollouts.episode import EpisodeTurns
@@ -27,19 +29,6 @@ DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
-class ClientSettings:
-    """Sampling settings shared by all requests of a worker."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_strings: tuple[str, ...]
-    system: str | None
-    seed: int
-
-
-@dataclass(frozen=True)
 class ReservedRequest:
     """A request with its id and sampling seed, not sent yet."""
 
@@ -52,13 +41,17 @@ class EpisodeRequests:
     def __init__(
         self,
         engine: Engine,
-        settings: ClientSettings,
+        config: Config,
         order: GroupOrder,
         episode: int,
         turns: EpisodeTurns | None = None,
     ) -> None:
         self._engine = engine
-        self._settings = settings
+        self._rollout = config.rollout
+        self._seed, self._temperature = config.run.seed, config.rollout.temperature
+        if order.heldout:
+            self._seed = config.eval.seed
+            self._temperature = self._temperature if config.eval.temperature is None else config.eval.temperature
         self._order = order
         self._episode = episode
         self._turns = turns
@@ -71,18 +64,18 @@ class EpisodeRequests:
     def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> ReservedRequest:
         """Assign the next id and seed. `overrides` replace sampling settings; in training, temperature, top_p and top_k
         must stay as configured."""
-        settings, number = self._settings, len(self.ids)
+        rollout, number = self._rollout, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
         if not self._order.heldout:
-            _check_distribution(settings, overrides)
+            _check_distribution(rollout, overrides)
         fields: dict[str, Any] = {
-            "max_tokens": settings.max_tokens,
-            "seed": request_seed(settings.seed, draw, self._episode, number),
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
+            "max_tokens": rollout.max_tokens,
+            "seed": request_seed(self._seed, draw, self._episode, number),
+            "temperature": self._temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
             "stop_ids": list(stop_ids),
-            "stop_strings": list(settings.stop_strings),
+            "stop_strings": list(rollout.stop),
         }
         sampling = Sampling(**(fields | overrides))
         prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
@@ -156,9 +149,9 @@ class EpisodeRequests:
                 answer.cancel()
 
 
-def _check_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
+def _check_distribution(rollout: RolloutConfig, overrides: dict[str, Any]) -> None:
     for name in DISTRIBUTION_SETTINGS:
-        trained = getattr(settings, name)
+        trained = getattr(rollout, name)
         if overrides.get(name, trained) != trained:
             raise RequestFailed(
                 f"{name} = {overrides[name]} differs from rollout.{name} = {trained}; "

@@ -1,4 +1,4 @@
-""""""
+"""Routes of the gateway: authentication, error responses, plain and streamed replies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outpace.rollouts.gateway.openai import (
     read_completion,
 )
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, full_text, make_reply
-from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, GatewaySession, GatewaySessions
+from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, Gateway, GatewaySession
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ MAX_BODY = 4 * 1024 * 1024
 SESSION: web.RequestKey[GatewaySession] = web.RequestKey("session", GatewaySession)
 NO_RETRY = {"x-should-retry": "false"}
 """API clients retry by default; none of these errors is worth a retry."""
-
-Hosts = Callable[[], frozenset[str] | None]
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -93,13 +91,13 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def auth_middleware(sessions: GatewaySessions, hosts: Hosts) -> Any:
+def auth_middleware(gateway: Gateway) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> Any:
-        allowed = hosts()
+        allowed = gateway.hosts()
         if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
             raise RequestRejected("the Host header does not name this server", status=421)
-        session = sessions.find(request.match_info.get("session", ""))
+        session = gateway.find(request.match_info.get("session", ""))
         if session is None:
             raise RequestRejected("unknown endpoint, or its episode has ended", status=404)
         if not session.accepts_token(_bearer_token(request)):
@@ -215,7 +213,7 @@ _ROUTES = [
 ]
 
 
-def make_app(sessions: GatewaySessions, hosts: Hosts) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware, auth_middleware(sessions, hosts)])
+def make_app(gateway: Gateway) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware, auth_middleware(gateway)])
     app.add_routes(_ROUTES)
     return app

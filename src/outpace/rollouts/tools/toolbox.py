@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import Tool, ToolError, read_arguments, result_text, truncate_text
@@ -64,12 +65,6 @@ class ToolSet:
 
 
 @dataclass(frozen=True)
-class ToolLimits:
-    timeout_s: float = 30.0
-    max_result_chars: int = 16384
-
-
-@dataclass(frozen=True)
 class ToolResult:
     """Result of one call, as returned to the model."""
 
@@ -98,7 +93,7 @@ class FunctionTools:
 class Toolbox:
     """All tools that the model can call in one episode."""
 
-    def __init__(self, tool_sets: Sequence[ToolSet], limits: ToolLimits) -> None:
+    def __init__(self, tool_sets: Sequence[ToolSet], limits: ToolsConfig) -> None:
         self._tool_sets = tools_by_name(tool_sets)
         self._limits = limits
         concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
