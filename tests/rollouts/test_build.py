@@ -162,4 +162,4 @@ async def test_the_tool_loop_has_the_tools_and_limits_of_the_config(file: str) -
     rollout = (await build_rollout(config)).rollout
     assert isinstance(rollout, ToolLoop)
     assert rollout.limits == config.rollout
-    assert (list(rollout.tool_sets[0].source.tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)
+    assert (list(rollout.sources[0].tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)

@@ -146,8 +146,8 @@ def test_a_group_that_sampled_nothing_fails() -> None:
 
 
 def test_the_version_range_covers_sampled_tokens_only() -> None:
-    assert version_range([episode(trajectories=[trajectory(versions=(4, 7)), trajectory(versions=(5,))])]) == (4, 7)
-    assert version_range([episode(trajectories=[trajectory(versions=())])]) == (OBSERVED, OBSERVED)
+    assert version_range([trajectory(versions=(4, 7)), trajectory(versions=(5,))]) == (4, 7)
+    assert version_range([trajectory(versions=())]) == (OBSERVED, OBSERVED)
     assert version_range([]) == (OBSERVED, OBSERVED)
 
 

@@ -75,7 +75,7 @@ async def opened(*addresses: str) -> AsyncIterator[tuple[Toolbox, list[McpServer
     servers = await open_servers(addresses)
     try:
         yield (
-            Toolbox([server.tool_set for server in servers], ToolsConfig(timeout_s=60.0, max_result_chars=1000)),
+            Toolbox(servers, ToolsConfig(timeout_s=60.0, max_result_chars=1000)),
             servers,
         )
     finally:
@@ -169,10 +169,10 @@ async def test_a_url_server_can_be_restarted(web: HttpServer) -> None:
 async def test_a_hanging_call_times_out_and_the_server_keeps_working(web: HttpServer) -> None:
     servers = await open_servers([web.url])
     try:
-        toolbox = Toolbox([servers[0].tool_set], ToolsConfig(timeout_s=0.05))
+        toolbox = Toolbox([servers[0]], ToolsConfig(timeout_s=0.05))
         (late,) = await run_calls(toolbox, ("web_hang", {}))
         assert re.search(naming("error: ", "web_hang", "0.05 s"), late)
-        patient = Toolbox([servers[0].tool_set], ToolsConfig())
+        patient = Toolbox([servers[0]], ToolsConfig())
         assert await run_calls(patient, ("web_add", {"a": 1, "b": 1})) == ["2"]
     finally:
         await close_servers(servers)
@@ -273,7 +273,7 @@ async def test_an_episode_can_call_tools_of_a_server(
     engine = make_engine([call + tokenizer.eos_token, "42." + tokenizer.eos_token])
     servers = await open_servers([web.url])
     try:
-        rollout = ToolLoop([server.tool_set for server in servers])
+        rollout = ToolLoop(servers)
         episode = await run_episode(rollout, Task("t", "Add."), make_client(engine), 60.0)
     finally:
         await close_servers(servers)

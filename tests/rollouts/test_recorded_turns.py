@@ -22,7 +22,7 @@ from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.protocols import ModelClient
 from outpace.rollouts.environments.session import SINGLE_KIND, EnvironmentSource
-from outpace.rollouts.episode import GroupTurns
+from outpace.rollouts.requests import RecordedTurns
 from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.worker import REUSED, RewardFunctions, RolloutWorker
 from outpace.run import build
@@ -332,12 +332,12 @@ async def test_recorded_answers_to_identical_concurrent_prompts_are_matched_by_r
 
 async def test_an_answer_that_arrives_after_its_group_is_closed_is_not_recorded(tmp_path: Path) -> None:
     log = TurnLog(tmp_path, "w0")
-    turns = GroupTurns(log, order())
+    turns = RecordedTurns(log, order())
     prompt, sampling = np.array([1, 2], np.int32), Sampling(max_tokens=8, seed=1)
     answer = Generation(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32), "stop")
-    turns.episodes[0].record(0, prompt, sampling, answer)
+    turns.record(0, 0, prompt, sampling, answer)
     turns.close()
-    turns.episodes[0].record(1, prompt, sampling, answer)
+    turns.record(0, 1, prompt, sampling, answer)
     await asyncio.to_thread(log.close)
     assert survey_turns(tmp_path) == {}
 

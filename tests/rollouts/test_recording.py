@@ -29,7 +29,7 @@ from outpace.rollouts.gateway.server import Gateway
 from outpace.rollouts.recording import RolloutRecorder
 from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.functions import load_tools
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolSet
+from outpace.rollouts.tools.toolbox import FunctionTools
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupReport, Task, Trajectory
 from rollouts_support import group_filter
@@ -212,7 +212,7 @@ async def test_tool_calls_and_tool_results_are_recorded_as_separate_turns(
     def script(episode: int, turn: int) -> str:
         return CALL if turn == 0 else yes_or_no(episode, turn)
 
-    loop = ToolLoop([ToolSet("tools.functions", FunctionTools(load_tools([add])))])
+    loop = ToolLoop([FunctionTools(load_tools([add]))])
     first, _ = await trained(make_worker(make_engine(script), loop), tmp_path)
     (trajectory,) = first.trajectories
     assert [turn.source for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]

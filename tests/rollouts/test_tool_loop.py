@@ -20,7 +20,7 @@ from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import run_episode
 from outpace.rollouts.tool_loop import EpisodeUsage, ToolLoop
 from outpace.rollouts.tools.functions import load_tools
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolSet
+from outpace.rollouts.tools.toolbox import FunctionTools
 from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
 from support import examples, naming
 
@@ -69,6 +69,8 @@ class FakeSession:
     """Environment session that records the methods called on it."""
 
     instance: object | None = None
+    origin = "rollout.environment"
+    ordered = True
 
     def __init__(self, **failures: Exception) -> None:
         self.failures = failures
@@ -109,8 +111,9 @@ def add(a: int, b: int) -> int:
 
 
 def loop(*functions: Any, session: Any = None, clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> ToolLoop:
-    tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions or (add,))))]
-    return ToolLoop(tool_sets, session, RolloutConfig(**limits), ToolsConfig(), clock)
+    return ToolLoop(
+        [FunctionTools(load_tools(functions or (add,)))], session, RolloutConfig(**limits), ToolsConfig(), clock
+    )
 
 
 async def play(rollout: ToolLoop, answers: Any, **options: Any) -> tuple[Episode, ScriptedClient]:
@@ -231,7 +234,7 @@ async def test_tool_exceptions_are_reported_as_failures_and_invalid_calls_are_no
         """
         return a / b
 
-    rollout = ToolLoop(tool_sets=[ToolSet("tools.functions", FunctionTools(load_tools([divide])))])
+    rollout = ToolLoop([FunctionTools(load_tools([divide]))])
     answers = [call("divide", a=1, b=0), call("divide", a=2, b=0) + call("divide", a="x", b=1) + call("nothing"), "?"]
     episode, _ = await play(rollout, answers)
     assert episode.error is None

@@ -37,8 +37,7 @@ from outpace.rollouts.conversation import (
     content_text,
     yield_to_loop,
 )
-from outpace.rollouts.episode import EpisodeTurns
-from outpace.rollouts.requests import EpisodeRequests
+from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 if TYPE_CHECKING:
@@ -67,9 +66,9 @@ class PolicyClient:
         episode: int,
         openings: RenderedPrompts | None = None,
         gateway: Gateway | None = None,
-        turns: EpisodeTurns | None = None,
+        turns: RecordedTurns | None = None,
     ) -> None:
-        """`openings` is shared by the episodes of a group. `turns` are the recorded answers of this episode."""
+        """`openings` and `turns` are shared by the episodes of a group."""
         self.engine = engine
         self.chat_format = chat_format
         assert config.rollout.max_tokens is not None, "the config must be resolved"

@@ -13,7 +13,7 @@ Pure: no I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,18 +81,12 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     return ScoredGroup("finished", "", trained)
 
 
-def version_range(episodes: list[Episode]) -> tuple[int, int]:
+def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
     """Return the oldest and newest policy version among the sampled tokens."""
-    sampled = [
-        trajectory.versions[trajectory.mask]
-        for episode in episodes
-        for trajectory in episode.trajectories
-        if trajectory.mask.any()
-    ]
-    if not sampled:
+    versions = [each.versions[each.mask] for each in sampled if each.mask.any()]
+    if not versions:
         return OBSERVED, OBSERVED
-    versions = np.concatenate(sampled)
-    return int(versions.min()), int(versions.max())
+    return min(int(each.min()) for each in versions), max(int(each.max()) for each in versions)
 
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
@@ -169,7 +163,7 @@ def build_report(
 ) -> GroupReport:
     """Build the report sent to the controller: metadata and example episodes, but no training rows."""
     succeeded = [episode for episode in episodes if episode.error is None]
-    oldest, newest = version_range(succeeded)
+    oldest, newest = version_range(kept for episode in succeeded for kept in episode.trajectories)
     decode = clients[0].decode
     return GroupReport(
         group=order.group,
@@ -262,13 +256,13 @@ def _full_text(episode: Episode, decode: Decode) -> str:
 
 def _sampled(episode: Episode, decode: Decode, by_role: bool = False) -> str:
     """Return the text after the prompt of every trajectory."""
-    if not by_role:
-        return "\n".join(decode(_after_prompt(kept)) for kept in episode.trajectories if kept.mask.any())
-    return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
+    sampled = [kept for kept in episode.trajectories if kept.mask.any()]
+    return "\n".join((f"[{kept.role}] " if by_role else "") + decode(after_prompt(kept)) for kept in sampled)
 
 
-def _after_prompt(trajectory: Trajectory) -> list[int]:
-    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist()
+def after_prompt(trajectory: Trajectory) -> list[int]:
+    """Return the token ids after the prompt: answers and the observations between them."""
+    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist() if trajectory.mask.any() else []
     return ids
 
 

@@ -1,7 +1,17 @@
 """Requests of one episode: reserve ids and seeds, send to the engine, and abandon what is still in flight at the end.
 
-Invariant: the tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine
-answers within `ABORT_GRACE_S`.
+While a group is unfinished, its answers are logged so that a restarted group does not sample them again. A restarted
+rollout runs from the beginning and sends the same requests in the same order. Each request whose prompt is unchanged
+gets its recorded answer without calling the engine. If the environment behaves differently, nothing matches.
+
+    EpisodeRequests ─▶ RecordedTurns.record ─▶ TurnLog
+    EpisodeRequests ◀─ RecordedTurns.recall ◀─ RecordedTurns.load ◀─ TurnLog
+
+Invariants
+- The tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine answers
+  within `ABORT_GRACE_S`.
+- A recorded answer is used only for the request it was sampled for, identified by the episode and the request number.
+  Matching by prompt alone would bias sampling toward short answers, which are recorded first.
 """
 
 from __future__ import annotations
@@ -12,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.checkpoint.turn_log import TurnLog, digest_request
 from outpace.config import Config
 from outpace.config.sections import RolloutConfig
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
-from outpace.rollouts.episode import EpisodeTurns
 from outpace.runtime.rng import request_seed
 from outpace.types import Generation, GroupOrder, Ints, Sampling
 
@@ -37,6 +47,44 @@ class ReservedRequest:
     sampling: Sampling
 
 
+class RecordedTurns:
+    """Recorded answers of one group. `log` is None if recording is off."""
+
+    def __init__(self, log: TurnLog | None, order: GroupOrder) -> None:
+        self._log = log
+        self._order = order
+        self._known: dict[tuple[int, int, bytes], Generation] = {}  # by episode, request number and request digest
+        self.reused = 0
+
+    async def load(self) -> None:
+        """Load the answers of an earlier attempt at this group, except those older than its `min_version`. If a request
+        was recorded twice, the later answer counts."""
+        if self._log is None or not self._order.recorded:
+            return
+        for head, answer in await asyncio.to_thread(self._log.find, self._order.position):
+            if head.oldest >= self._order.min_version:
+                self._known[head.episode, head.number, head.request_digest] = answer
+
+    def recall(self, episode: int, number: int, prompt: Ints, sampling: Sampling) -> Generation | None:
+        """Return the recorded answer of this request, or None."""
+        if not self._known:
+            return None
+        answer = self._known.pop((episode, number, digest_request(prompt, sampling)), None)
+        self.reused += answer is not None
+        return answer
+
+    def record(self, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation) -> None:
+        if self._log is not None and answer.stop != "aborted":
+            self._log.record(self._order, episode, number, prompt, sampling, answer)
+
+    def close(self) -> None:
+        """Mark the recorded answers as no longer needed, and stop recording: answers of abandoned requests may still
+        arrive, and nothing would delete them later."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close_group(self._order.position)
+
+
 class EpisodeRequests:
     def __init__(
         self,
@@ -44,7 +92,7 @@ class EpisodeRequests:
         config: Config,
         order: GroupOrder,
         episode: int,
-        turns: EpisodeTurns | None = None,
+        turns: RecordedTurns | None = None,
     ) -> None:
         self._engine = engine
         self._rollout = config.rollout
@@ -87,10 +135,10 @@ class EpisodeRequests:
         self.check_not_ended()
         if self._turns is None:
             return await self._generate(request, prompt)
-        answer = self._turns.recall(request.number, prompt, request.sampling)
+        answer = self._turns.recall(self._episode, request.number, prompt, request.sampling)
         if answer is None:
             answer = await self._generate(request, prompt)
-            self._turns.record(request.number, prompt, request.sampling, answer)
+            self._turns.record(self._episode, request.number, prompt, request.sampling, answer)
         return answer
 
     async def _generate(self, request: ReservedRequest, prompt: Ints) -> Generation:

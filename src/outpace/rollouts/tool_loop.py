@@ -37,7 +37,7 @@ from outpace.errors import ContextFull
 from outpace.models.chat import as_messages
 from outpace.protocols import ModelClient
 from outpace.rollouts.environments.session import EnvironmentSession, EnvironmentSessions, reset_columns
-from outpace.rollouts.tools.toolbox import Toolbox, ToolSet
+from outpace.rollouts.tools.toolbox import Toolbox, ToolSource
 from outpace.types import Answer, Episode, Failure, Message, Task, ToolCall
 
 
@@ -103,7 +103,7 @@ log = logging.getLogger(__name__)
 class ToolLoop:
     """Rollout (`outpace.protocols.Rollout`) with tools, an environment per episode, or both."""
 
-    tool_sets: Sequence[ToolSet] = ()
+    sources: Sequence[ToolSource] = ()
     stages: EnvironmentSessions | None = None
     limits: RolloutConfig = field(default_factory=RolloutConfig)
     tool_limits: ToolsConfig = field(default_factory=ToolsConfig)
@@ -121,10 +121,10 @@ class ToolLoop:
 
     async def _episode(self, task: Task, client: ModelClient, stage: EnvironmentSession | None) -> Episode:
         opening = None if stage is None else await stage.reset(reset_columns(task))
-        environment_tools = [] if stage is None else [ToolSet("rollout.environment", stage, ordered=True)]
+        sources = self.sources if stage is None else [*self.sources, stage]
         episode = _ToolEpisode(
             client=client,
-            toolbox=Toolbox([*self.tool_sets, *environment_tools], self.tool_limits),
+            toolbox=Toolbox(sources, self.tool_limits),
             usage=EpisodeUsage(self.limits, self.clock),
             prompt=with_observation(as_messages(task.prompt), opening),
         )

@@ -42,10 +42,18 @@ from outpace.rewards.grading import GradedCompletion, apply_overlong_penalty, gr
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
 from outpace.rollouts.client import PolicyClient, RenderedPrompts
-from outpace.rollouts.episode import GroupTurns, failed_episode, run_episode
+from outpace.rollouts.episode import failed_episode, run_episode
 from outpace.rollouts.gateway.server import Gateway
-from outpace.rollouts.group_scoring import ScoredGroup, ScoringRules, build_report, count_sampled_tokens, score_group
+from outpace.rollouts.group_scoring import (
+    ScoredGroup,
+    ScoringRules,
+    after_prompt,
+    build_report,
+    count_sampled_tokens,
+    score_group,
+)
 from outpace.rollouts.recording import RolloutRecorder, attempt_records
+from outpace.rollouts.requests import RecordedTurns
 from outpace.runtime import diagnostics, rng
 from outpace.runtime.async_tools import gather_or_cancel, is_own_cancellation
 from outpace.runtime.references import named_parameters
@@ -127,12 +135,12 @@ class RolloutWorker:
         self._closers = closers
         self._turns = turns
         self._recorder = recorder
-        self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, GroupTurns]] = {}
+        self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, RecordedTurns]] = {}
         self._dropped: set[int] = set()  # running groups cancelled by the controller
 
     async def run(self, order: GroupOrder) -> GroupReport:
         diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
-        turns = GroupTurns(None if order.heldout else self._turns, order)
+        turns = RecordedTurns(None if order.heldout else self._turns, order)
         clients = self._clients(order, turns)
         making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
         work = asyncio.create_task(making)
@@ -205,7 +213,7 @@ class RolloutWorker:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.wait_until_ended)
 
-    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: GroupTurns) -> GroupReport:
+    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         await turns.load()
@@ -262,14 +270,14 @@ class RolloutWorker:
         verdict = ScoredGroup("finished" if survivors else "failed", episodes[0].error or "", [])
         return build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
-    def _clients(self, order: GroupOrder, turns: GroupTurns) -> list[PolicyClient]:
+    def _clients(self, order: GroupOrder, turns: RecordedTurns) -> list[PolicyClient]:
         """Return one client per episode."""
         first_prompts: RenderedPrompts = {}
         return [
             PolicyClient(
-                self._fleet, self._chat_format, self._config, order, index, first_prompts, self._gateway, recorded
+                self._fleet, self._chat_format, self._config, order, index, first_prompts, self._gateway, turns
             )
-            for index, recorded in enumerate(turns.episodes)
+            for index in range(order.size)
         ]
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
@@ -309,7 +317,9 @@ class RolloutWorker:
         ended = [(episode, client) for episode, client in zip(episodes, clients, strict=True) if episode.error is None]
         given: dict[str, list[Any]] = {}
         if "completion_ids" in self._requested_arguments:
-            given["completion_ids"] = [_completion_ids(episode) for episode, _ in ended]
+            given["completion_ids"] = [
+                after_prompt(episode.trajectories[0]) if episode.trajectories else [] for episode, _ in ended
+            ]
         if "environments" in self._requested_arguments:
             given["environments"] = [client.environment for _, client in ended]
         return given
@@ -323,12 +333,6 @@ class RolloutWorker:
             return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
-
-
-def _completion_ids(episode: Episode) -> list[int]:
-    """Return the token ids after the prompt of the first trajectory: answers and the observations between them."""
-    kept = episode.trajectories[0] if episode.trajectories else None
-    return kept.tokens[int(kept.mask.argmax()) :].tolist() if kept is not None and kept.mask.any() else []
 
 
 def _has_trajectory_rewards(episode: Episode) -> bool:

@@ -27,7 +27,7 @@ from outpace.rollouts.environments.session import (
     reset_columns,
 )
 from outpace.rollouts.tools.functions import ToolError, result_text
-from outpace.rollouts.tools.toolbox import Toolbox, ToolSet
+from outpace.rollouts.tools.toolbox import Toolbox
 from outpace.types import Task, ToolCall
 from rollouts_support import environment_sessions
 from support import naming
@@ -312,7 +312,7 @@ async def test_no_method_starts_while_a_timed_out_method_still_runs() -> None:
     sessions = environment_sessions({"": EnvironmentSource("environment", factory=Busy)}, call_timeout_s=0.05)
     session = await sessions.open(task())
     await session.reset({})
-    box = Toolbox([ToolSet("environment", session, ordered=True)], ToolsConfig())
+    box = Toolbox([session], ToolsConfig())
     with pytest.raises(EnvironmentTimeout, match=naming("work", "tools.timeout_s")):
         await box.run([ToolCall(name, name, "{}") for name in ("work", "look")], 2, lambda: math.inf)
     for method in (session.call("look", {}), session.reward()):

@@ -12,9 +12,6 @@ Invariants of `ProcessEnvironmentHost`
 - The process starts and imports the class as soon as the host exists; that time counts for no episode.
 - Replies of the process are validated again on this side.
 - After a call that has not returned, the process is not used again and is killed with everything it started.
-
-`EnvironmentInstance` calls nothing: it returns a `MethodCall`, to be run on the right thread. Local and process hosts
-share it.
 """
 
 from __future__ import annotations

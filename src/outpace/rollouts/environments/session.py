@@ -211,6 +211,9 @@ class EnvironmentSession:
 
     Each call runs in its own task: a cancelled call keeps running until its timeout, and the next call waits for it."""
 
+    origin = "rollout.environment"
+    ordered = True
+
     def __init__(
         self,
         host: EnvironmentHost,

@@ -8,13 +8,14 @@ request, by which a rollout can assign the answer a reward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, extra_fields, pinned_fields
+from outpace.rollouts.tools.functions import json_children
 from outpace.types import Message, ToolCall
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -155,7 +156,7 @@ def _check_size(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     size = 0
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _children(outer)]
+        level = [inner for outer in level for inner in json_children(outer)]
         size += sum(len(value) if isinstance(value, str) else 1 for value in level)
         if size > MAX_SIZE:
             message = f"the request has more than {MAX_SIZE:,} characters, which exceeds any context"
@@ -163,12 +164,6 @@ def _check_size(body: dict[str, Any]) -> None:
         if not level:
             return
     raise RequestRejected(f"the request is nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _message(message: Message, index: int) -> Message:
