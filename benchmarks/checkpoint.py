@@ -34,7 +34,7 @@ from outpace.config import Config
 from outpace.config.validation import resolve
 from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring.line_file import read_lines
-from outpace.rollouts.episode import GroupTurns
+from outpace.rollouts.requests import RecordedTurns
 from outpace.run.plan import load_run_config
 from outpace.runtime.cleanup import temporary_directory
 from outpace.types import FinishedGroup, Generation, GroupRecord, Row, Sampling
@@ -222,9 +222,9 @@ def _log_turns(directory: Path, groups: Sequence[Finished]) -> None:
     for start in range(0, len(groups), BURST):
         log = TurnLog(directory / str(start), "bench")  # own directory: a log reads other logs in its directory
         for kept, record in groups[start : start + BURST]:
-            turns = GroupTurns(log, kept.order)
+            turns = RecordedTurns(log, kept.order)
             for row in record.rows:
-                turns.episodes[row.episode % kept.order.size].record(0, *_exchange(row))
+                turns.record(row.episode % kept.order.size, 0, *_exchange(row))
             turns.close()
         log.close()
 

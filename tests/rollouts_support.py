@@ -1,27 +1,50 @@
-"""Shared by the rollout tests: worker settings and an in-memory journal."""
+"""Shared by the rollout tests: configs, environment sessions and an in-memory journal."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from outpace.algorithms.token_advantages import advantage_settings
-from outpace.config.algorithm import AdvantageConfig, configured_advantage
-from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
-from outpace.rollouts.requests import ClientSettings
-from outpace.rollouts.worker import WorkerSettings
+from outpace.config import Config
+from outpace.config.algorithm import AdvantageConfig, FilterConfig
+from outpace.config.sections import (
+    EnvironmentConfig,
+    EvalConfig,
+    ModelConfig,
+    RewardsConfig,
+    RolloutConfig,
+    RunConfig,
+    ToolsConfig,
+)
+from outpace.rollouts.environments.session import EnvironmentSessions, EnvironmentSource
 from outpace.types import FinishedGroup, GroupRecord, JournalLocation
 
 
-def worker_settings(client: ClientSettings, advantage: str = "dr_grpo", **changes: Any) -> WorkerSettings:
-    token_advantages = advantage_settings(configured_advantage(AdvantageConfig(name=advantage)))
-    values: dict[str, Any] = {
-        "eval_seed": 99,
-        "eval_temperature": 0.0,
-        "episode_timeout_s": 60.0,
-        "reward_timeout_s": 60.0,
-        "scoring": ScoringRules(token_advantages, GroupFilter()),
-    }
-    return WorkerSettings(client=client, **(values | changes))
+def rollout_config(
+    *, system: str | None = None, seed: int = 11, stop_strings: tuple[str, ...] = ("\n",), **changes: Any
+) -> Config:
+    """A resolved config; `changes` are settings of `[rollout]`."""
+    values = {"max_tokens": 16, "temperature": 0.5, "timeout_s": 60.0, "stop": list(stop_strings)}
+    return Config(
+        model=ModelConfig(system_prompt=system),
+        run=RunConfig(seed=seed),
+        rollout=RolloutConfig(**(values | changes)),
+        rewards=RewardsConfig(timeout_s=60.0),
+        eval=EvalConfig(seed=99, temperature=0.0),
+        advantage=AdvantageConfig(name="dr_grpo"),
+        filter=group_filter(),
+    )
+
+
+def group_filter(**changes: Any) -> FilterConfig:
+    return FilterConfig(**({"uniform": True, "min_group": 2} | changes))
+
+
+def environment_sessions(
+    origins: Mapping[str, EnvironmentSource], call_timeout_s: float = 30.0, spare: int = 1, **settings: Any
+) -> EnvironmentSessions:
+    """`settings` are those of `[environment]`."""
+    return EnvironmentSessions(origins, EnvironmentConfig(**settings), ToolsConfig(timeout_s=call_timeout_s), spare)
 
 
 class RecordingJournal:

@@ -206,7 +206,7 @@ def test_turn_and_call_limits_apply_as_in_a_run(warehouse: list[str]) -> None:
 
 @pytest.mark.parametrize(("shift", "total"), [(0, "total: 1"), (1, "total: 0")])
 def test_the_built_in_game_can_be_won_and_lost(shift: int, total: str) -> None:
-    secret = guess_tasks("train", 0).problem(0).secret
+    secret = guess_tasks("train", 0)[0].columns["secret"]
     assert total in played([f"/call guess number={secret + shift}", "", "that is it"], ["--tasks.name=guess"], task="0")
 
 

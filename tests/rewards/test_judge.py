@@ -226,14 +226,6 @@ async def test_concurrent_requests_are_limited_and_queue_time_does_not_count_tow
     assert server.most == 2
 
 
-async def test_the_shared_session_closes_with_its_last_user(server: Server) -> None:
-    async with judge.shared_endpoint(3) as outer:
-        async with judge.shared_endpoint(3) as inner:
-            assert inner is outer
-        assert not outer._session.closed
-    assert outer._session.closed
-
-
 # -------------------------------------------------------------------------------------------------------------- prompt
 
 

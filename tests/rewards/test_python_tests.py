@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config import Config
+from outpace.config.sections import SandboxConfig
 from outpace.errors import RewardFailed
 from outpace.rewards import python_tests
 from outpace.rewards.grading import grade
 from outpace.rewards.python_tests import ProgramReward, extract_program
 from outpace.rewards.python_tests_protocol import NotPlainData, RemoteObject, decode, encode, make_requester
 from outpace.rewards.registry import check_rewards, resolve_rewards
-from outpace.rewards.sandbox import SandboxLimits
 from rewards_support import forbid_namespaces
 from support import examples, naming
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
-REWARD = ProgramReward(SandboxLimits(timeout_s=20.0), 2)
-SHORT = ProgramReward(SandboxLimits(timeout_s=1.5), 2)
+REWARD = ProgramReward(SandboxConfig(timeout_s=20.0, workers=2))
+SHORT = ProgramReward(SandboxConfig(timeout_s=1.5, workers=2))
 SQUARES = "assert f(3) == 9\nassert f(-1) == 1\n"
 DOUBLES = [{"input": "2\n", "output": "4\n"}, {"input": "5", "output": "10"}]
 
@@ -384,5 +384,5 @@ def test_the_reward_is_built_from_the_config() -> None:
     config = Config.model_validate({"sandbox": {"timeout_s": 3.0, "workers": 5, "memory_mb": 128}})
     ((name, function),) = resolve_rewards(["python"], config)
     assert name == "python"
-    assert function == ProgramReward(SandboxLimits(timeout_s=3.0, memory_mb=128), 5)
+    assert function == ProgramReward(SandboxConfig(timeout_s=3.0, memory_mb=128, workers=5))
     assert check_rewards(["python"], None, ["tests"], config)

@@ -20,19 +20,20 @@ from typing import Any
 import psutil
 import pytest
 
+from outpace.config.sections import SandboxConfig
 from outpace.rewards import sandbox
-from outpace.rewards.sandbox import SANDBOX_SCRIPT, Isolation, SandboxFailed, SandboxLimits, SandboxResult, run_python
+from outpace.rewards.sandbox import SANDBOX_SCRIPT, Isolation, SandboxFailed, SandboxResult, run_python
 from outpace.rewards.syscalls import compile_filter
 from outpace.runtime.process_table import MARK_VARIABLE
 from rewards_support import forbid_namespaces, open_to_all, readable_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 
-LIMITS = SandboxLimits(timeout_s=20.0)
-SHORT = SandboxLimits(timeout_s=1.0)
+LIMITS = SandboxConfig(timeout_s=20.0)
+SHORT = SandboxConfig(timeout_s=1.0)
 
 
-async def run(code: str, limits: SandboxLimits = LIMITS, **more: Any) -> SandboxResult:
+async def run(code: str, limits: SandboxConfig = LIMITS, **more: Any) -> SandboxResult:
     return await run_python(code, limits=limits, **more)
 
 
@@ -123,7 +124,7 @@ async def test_memory_is_limited() -> None:
 
 async def test_a_fork_bomb_is_limited() -> None:
     code = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    running = asyncio.create_task(run(code, SandboxLimits(timeout_s=2.0, processes=8)))
+    running = asyncio.create_task(run(code, SandboxConfig(timeout_s=2.0, processes=8)))
     most = 0
     while not running.done():
         most = max(most, len(psutil.Process().children(recursive=True)))
@@ -139,20 +140,20 @@ async def test_threads_count_toward_the_process_limit() -> None:
 
 
 async def test_endless_output_is_truncated_while_the_program_runs() -> None:
-    limits = SandboxLimits(timeout_s=1.0, output_kb=4)
+    limits = SandboxConfig(timeout_s=1.0, output_kb=4)
     result = await run("while True: print('y' * 1000)", limits)
     assert (result.status, result.truncated, len(result.stdout)) == ("timeout", True, 4096)
 
 
 async def test_stderr_is_truncated_as_well() -> None:
-    limits = SandboxLimits(timeout_s=20.0, output_kb=1)
+    limits = SandboxConfig(timeout_s=20.0, output_kb=1)
     result = await run("import sys\nsys.stderr.write('e' * 200_000)\nprint('done')", limits)
     assert (result.status, result.truncated, result.stdout) == ("ok", True, "done\n")
     assert result.stderr == "e" * 1024
 
 
 async def test_file_size_is_limited() -> None:
-    result = await run("open('big', 'wb').write(bytes(4 << 20))", SandboxLimits(timeout_s=20.0, file_mb=1))
+    result = await run("open('big', 'wb').write(bytes(4 << 20))", SandboxConfig(timeout_s=20.0, file_mb=1))
     assert result.exit_code == 1
     assert "File too large" in result.stderr
 

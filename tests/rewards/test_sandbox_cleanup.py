@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from outpace.rewards.sandbox import WORLD_WRITABLE, SandboxLimits, remove_tree, run_python
+from outpace.config.sections import SandboxConfig
+from outpace.rewards.sandbox import WORLD_WRITABLE, remove_tree, run_python
 from rewards_support import forbid_namespaces, open_to_all
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
@@ -37,7 +38,7 @@ def test_files_of_the_sandbox_user_in_world_writable_directories_are_removed(
     bystander = Path(places[0] + "-of-another-user")
     bystander.write_text("mine")
     try:
-        result = asyncio.run(run_python(MESS, limits=SandboxLimits(timeout_s=20.0), arguments=[*places, "own"]))
+        result = asyncio.run(run_python(MESS, limits=SandboxConfig(timeout_s=20.0), arguments=[*places, "own"]))
         assert result.status == "ok", result.stderr
         assert [place for place in places if os.path.lexists(place)] == []
         assert bystander.read_text() == "mine"

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rewards.grading import OVERLONG_REWARD, OverlongPenalty, apply_overlong_penalty
+from outpace.config.sections import RewardsConfig
+from outpace.rewards.grading import OVERLONG_REWARD, apply_overlong_penalty, overlong_penalty
 from outpace.types import Episode, Trajectory
 
-RULE = OverlongPenalty(limit=10, buffer=4, penalty=2.0)
+LIMIT = 10
+REWARDS = RewardsConfig(overlong_buffer=4, overlong_penalty=2.0)
 
 
 def trajectory(tokens: int, **more: Any) -> Trajectory:
@@ -32,31 +34,33 @@ def test_the_penalty_follows_its_formula_up_to_the_limit(
 ) -> None:
     buffer, tokens = data.draw(st.integers(1, limit)), min(tokens, limit)
     expected = min(-(tokens - (limit - buffer)) / buffer * penalty, 0)
-    assert OverlongPenalty(limit, buffer, penalty).of(tokens) == pytest.approx(expected)
+    assert overlong_penalty(
+        tokens, limit, RewardsConfig(overlong_buffer=buffer, overlong_penalty=penalty)
+    ) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("tokens", "loss"), [(0, 0.0), (6, 0.0), (7, -0.5), (10, -2.0), (11, -2.0), (1000, -2.0)])
 def test_the_penalty_starts_at_the_buffer_and_is_bounded(tokens: int, loss: float) -> None:
-    assert RULE.of(tokens) == loss
+    assert overlong_penalty(tokens, LIMIT, REWARDS) == loss
 
 
 def test_all_sampled_tokens_of_the_episode_count_and_the_penalty_is_reported_as_a_reward() -> None:
-    found = apply_overlong_penalty(episode(5, 4, reward=1.0, rewards={"right": 1.0}), RULE)
+    found = apply_overlong_penalty(episode(5, 4, reward=1.0, rewards={"right": 1.0}), LIMIT, REWARDS)
     assert (found.reward, found.rewards) == (-0.5, {"right": 1.0, OVERLONG_REWARD: -1.5})
 
 
 def test_an_attempt_without_a_penalty_reports_zero() -> None:
-    found = apply_overlong_penalty(episode(3, reward=1.0), RULE)
+    found = apply_overlong_penalty(episode(3, reward=1.0), LIMIT, REWARDS)
     assert (found.reward, found.rewards) == (1.0, {OVERLONG_REWARD: 0.0})
 
 
 def test_trajectories_with_their_own_rewards_get_the_same_penalty() -> None:
-    found = apply_overlong_penalty(Episode([trajectory(4, reward=3.0), trajectory(4)], reward=1.0), RULE)
+    found = apply_overlong_penalty(Episode([trajectory(4, reward=3.0), trajectory(4)], reward=1.0), LIMIT, REWARDS)
     assert [kept.reward for kept in found.trajectories] == [2.0, None]
     assert found.reward == 0.0
 
 
 def test_without_a_penalty_rule_or_a_reward_nothing_changes() -> None:
     long, failed = episode(10, reward=1.0), episode(10, error="boom")
-    assert apply_overlong_penalty(long, None) is long
-    assert apply_overlong_penalty(failed, RULE) is failed
+    assert apply_overlong_penalty(long, LIMIT, RewardsConfig()) is long
+    assert apply_overlong_penalty(failed, LIMIT, REWARDS) is failed

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from outpace.rewards.sandbox import SandboxLimits, run_python
+from outpace.config.sections import SandboxConfig
+from outpace.rewards.sandbox import run_python
 from outpace.rewards.syscalls import compile_filter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
@@ -28,7 +29,7 @@ one, other = socket.socketpair()
 one.send(b'heard')
 print(other.recv(9).decode())
 """
-    result = await run_python(code, limits=SandboxLimits(timeout_s=20.0))
+    result = await run_python(code, limits=SandboxConfig(timeout_s=20.0))
     if not result.isolation.syscalls:
         pytest.skip("no filter for this architecture")
     assert result.stdout == "refused\n" * 4 + "heard\n", result.stderr

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.config import Config
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.models.loading import load_tokenizer
 from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.requests import ClientSettings
 from outpace.types import EngineStats, Generation, GroupOrder, Ints, LoadReport, Manifest, Sampling, StopReason, Version
+from rollouts_support import rollout_config
 
 CHATML = """\
 {%- if tools %}
@@ -142,37 +143,23 @@ def make_engine(tokenizer: Any) -> Callable[..., ScriptedEngine]:
 
 
 @pytest.fixture
-def make_settings() -> Callable[..., ClientSettings]:
-    def make(**changes: Any) -> ClientSettings:
-        values: dict[str, Any] = {
-            "max_tokens": 16,
-            "temperature": 0.5,
-            "top_p": 1.0,
-            "top_k": 0,
-            "stop_strings": ("\n",),
-            "system": None,
-            "seed": 11,
-        }
-        return ClientSettings(**(values | changes))
-
-    return make
+def make_settings() -> Callable[..., Config]:
+    return rollout_config
 
 
 @pytest.fixture
-def make_client(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[..., PolicyClient]:
+def make_client(tokenizer: Any, make_settings: Callable[..., Config]) -> Callable[..., PolicyClient]:
     def make(
         engine: Any,
         episode: int = 0,
         with_tokenizer: Any = None,
         min_version: int = 2,
-        endpoint_provider: Any = None,
+        gateway: Any = None,
         **changes: Any,
     ) -> PolicyClient:
         chosen = with_tokenizer or tokenizer
         order = GroupOrder(7, task=0, epoch=0, min_version=min_version, size=2)
         chat_format = TemplateChatFormat(chosen, (chosen.eos_token_id,))
-        return PolicyClient(
-            engine, chat_format, make_settings(**changes), order, episode, endpoint_provider=endpoint_provider
-        )
+        return PolicyClient(engine, chat_format, make_settings(**changes), order, episode, gateway=gateway)
 
     return make

@@ -158,15 +158,8 @@ async def test_the_worker_builds_the_rollout_that_is_passed_or_named(file: str) 
 
 
 async def test_the_tool_loop_has_the_tools_and_limits_of_the_config(file: str) -> None:
-    budgets = {
-        "rollout.max_turns": 3,
-        "rollout.max_calls": 5,
-        "rollout.max_episode_tokens": 70,
-        "rollout.max_seconds": 9.0,
-    }
-    settings = {**budgets, "tools.functions": [f"{file}:add"], "tools.timeout_s": 2.0, "rollout.max_tokens": 16}
-    rollout = (await build_rollout(make_config(settings))).rollout
+    config = make_config({"rollout.max_turns": 3, "tools.functions": [f"{file}:add"], "tools.timeout_s": 2.0})
+    rollout = (await build_rollout(config)).rollout
     assert isinstance(rollout, ToolLoop)
-    limits = rollout.limits
-    assert (limits.turns, limits.calls, limits.tokens, limits.seconds, limits.answer_tokens) == (3, 5, 70, 9.0, 16)
-    assert (list(rollout.tool_sets[0].source.tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)
+    assert rollout.limits == config.rollout
+    assert (list(rollout.sources[0].tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)

@@ -27,7 +27,7 @@ from benchmarks.episodes import (
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.conversation import ConversationIndex
 from outpace.rollouts.environments.child import EnvironmentInstance
-from outpace.rollouts.environments.session import _OpenSession
+from outpace.rollouts.environments.session import EnvironmentSession
 from outpace.rollouts.requests import EpisodeRequests
 from outpace.rollouts.tools.toolbox import Toolbox
 from outpace.rollouts.transcript import Turn
@@ -44,7 +44,7 @@ EPISODE_TYPES = (
     Turn,
     EnvironmentInstance,
     Archive,
-    _OpenSession,
+    EnvironmentSession,
     RolloutWorker,
 )
 FAST = EpisodeLoad(episodes=96, turns=3, tool_ms=1, pace=Pace(first_token_s=0.002, tokens_per_s=1e5))

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from outpace.algorithms.token_advantages import advantage_settings
 from outpace.config.algorithm import AdvantageConfig, configured_advantage
-from outpace.rollouts.group_scoring import GroupFilter, ScoringRules, score_group, version_range
+from outpace.rollouts.group_scoring import ScoringRules, score_group, version_range
 from outpace.types import OBSERVED, Episode, Trajectory
+from rollouts_support import group_filter
 from support import naming
 
 REWARDS = st.floats(-100, 100, width=32)
@@ -21,7 +22,7 @@ REWARDS = st.floats(-100, 100, width=32)
 
 def rules(advantage: str = "dr_grpo", credit: Any = None, gamma: float | None = None, **filters: Any) -> ScoringRules:
     estimator = configured_advantage(AdvantageConfig(name=advantage))
-    return ScoringRules(advantage_settings(estimator, credit, gamma), GroupFilter(**filters))
+    return ScoringRules(advantage_settings(estimator, credit, gamma), group_filter(**filters))
 
 
 GROUP_MEAN = rules()
@@ -145,8 +146,8 @@ def test_a_group_that_sampled_nothing_fails() -> None:
 
 
 def test_the_version_range_covers_sampled_tokens_only() -> None:
-    assert version_range([episode(trajectories=[trajectory(versions=(4, 7)), trajectory(versions=(5,))])]) == (4, 7)
-    assert version_range([episode(trajectories=[trajectory(versions=())])]) == (OBSERVED, OBSERVED)
+    assert version_range([trajectory(versions=(4, 7)), trajectory(versions=(5,))]) == (4, 7)
+    assert version_range([trajectory(versions=())]) == (OBSERVED, OBSERVED)
     assert version_range([]) == (OBSERVED, OBSERVED)
 
 

@@ -21,12 +21,13 @@ from typing import Any
 import psutil
 import pytest
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import run_episode
 from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.mcp import McpServer, close_servers, open_servers
-from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits
+from outpace.rollouts.tools.toolbox import Toolbox
 from outpace.types import Task, ToolCall
 from support import naming
 
@@ -77,7 +78,7 @@ async def opened(*addresses: str) -> AsyncIterator[tuple[Toolbox, list[McpServer
     servers = await open_servers(addresses)
     try:
         yield (
-            Toolbox([server.tool_set for server in servers], ToolLimits(timeout_s=60.0, max_result_chars=1000)),
+            Toolbox(servers, ToolsConfig(timeout_s=60.0, max_result_chars=1000)),
             servers,
         )
     finally:
@@ -171,10 +172,10 @@ async def test_a_url_server_can_be_restarted(web: HttpServer) -> None:
 async def test_a_hanging_call_times_out_and_the_server_keeps_working(web: HttpServer) -> None:
     servers = await open_servers([web.url])
     try:
-        toolbox = Toolbox([servers[0].tool_set], ToolLimits(timeout_s=0.05))
+        toolbox = Toolbox([servers[0]], ToolsConfig(timeout_s=0.05))
         (late,) = await run_calls(toolbox, ("web_hang", {}))
         assert re.search(naming("error: ", "web_hang", "0.05 s"), late)
-        patient = Toolbox([servers[0].tool_set], ToolLimits())
+        patient = Toolbox([servers[0]], ToolsConfig())
         assert await run_calls(patient, ("web_add", {"a": 1, "b": 1})) == ["2"]
     finally:
         await close_servers(servers)
@@ -274,7 +275,7 @@ async def test_an_episode_can_call_tools_of_a_server(
     engine = make_engine([call + tokenizer.eos_token, "42." + tokenizer.eos_token])
     servers = await open_servers([web.url])
     try:
-        rollout = ToolLoop([server.tool_set for server in servers])
+        rollout = ToolLoop(servers)
         episode = await run_episode(rollout, Task("t", "Add."), make_client(engine), 60.0)
     finally:
         await close_servers(servers)

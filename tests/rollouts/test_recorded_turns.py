@@ -16,18 +16,18 @@ import pytest
 
 from outpace.checkpoint.journal import JournalWriter, survey_journal
 from outpace.checkpoint.turn_log import TurnLog, survey_turns
+from outpace.config import Config
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.protocols import ModelClient
-from outpace.rollouts.environments.session import SINGLE_KIND, EnvironmentSessions, EnvironmentSource
-from outpace.rollouts.episode import GroupTurns
-from outpace.rollouts.requests import ClientSettings
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
+from outpace.rollouts.environments.session import SINGLE_KIND, EnvironmentSource
+from outpace.rollouts.requests import RecordedTurns
+from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.worker import REUSED, RewardFunctions, RolloutWorker
 from outpace.run import build
 from outpace.types import Generation, GroupOrder, GroupReport, Sampling, Task
-from rollouts_support import RecordingJournal, worker_settings
+from rollouts_support import RecordingJournal, environment_sessions
 from support import resolved
 
 POSITION = 9
@@ -124,7 +124,7 @@ MakeWorker = Callable[..., RolloutWorker]
 
 @pytest.fixture
 async def make_worker(
-    tokenizer: Any, make_settings: Callable[..., ClientSettings], tmp_path: Path
+    tokenizer: Any, make_settings: Callable[..., Config], tmp_path: Path
 ) -> AsyncIterator[MakeWorker]:
     workers: list[RolloutWorker] = []
     recorded: set[tuple[int, int]] = set()
@@ -138,7 +138,7 @@ async def make_worker(
     def make(
         engine: Any, rollout: Any = None, name: str = "w0", writer: Any = None, rewards: Any = ()
     ) -> RolloutWorker:
-        settings = worker_settings(make_settings(max_tokens=64, stop_strings=()))
+        settings = make_settings(max_tokens=64, stop_strings=())
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         reward_functions, journal = RewardFunctions(list(rewards), [1.0] * len(rewards)), writer or RecordingJournal()
         fleet = EngineFleet({"engine-0": engine})
@@ -159,8 +159,7 @@ async def make_worker(
 
 def in_environment(kind: type[Counting]) -> ToolLoop:
     return ToolLoop(
-        stages=EnvironmentSessions({SINGLE_KIND: EnvironmentSource("environment", factory=kind)}),
-        limits=EpisodeLimits(8),
+        stages=environment_sessions({SINGLE_KIND: EnvironmentSource("environment", factory=kind)}),
     )
 
 
@@ -333,12 +332,12 @@ async def test_recorded_answers_to_identical_concurrent_prompts_are_matched_by_r
 
 async def test_an_answer_that_arrives_after_its_group_is_closed_is_not_recorded(tmp_path: Path) -> None:
     log = TurnLog(tmp_path, "w0")
-    turns = GroupTurns(log, order())
+    turns = RecordedTurns(log, order())
     prompt, sampling = np.array([1, 2], np.int32), Sampling(max_tokens=8, seed=1)
     answer = Generation(np.array([3], np.int32), np.zeros(1, np.float32), np.array([2], np.int32), "stop")
-    turns.episodes[0].record(0, prompt, sampling, answer)
+    turns.record(0, 0, prompt, sampling, answer)
     turns.close()
-    turns.episodes[0].record(1, prompt, sampling, answer)
+    turns.record(0, 1, prompt, sampling, answer)
     await asyncio.to_thread(log.close)
     assert survey_turns(tmp_path) == {}
 

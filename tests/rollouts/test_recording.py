@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from outpace.checkpoint.journal import JournalWriter, read_record
+from outpace.config import Config
 from outpace.engines.fleet import EngineFleet
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.monitoring.rollout_files import (
@@ -23,17 +24,15 @@ from outpace.monitoring.rollout_files import (
     untrained_groups,
 )
 from outpace.protocols import ModelClient
-from outpace.rollouts.client import ClientSettings
 from outpace.rollouts.episode import single_turn
 from outpace.rollouts.gateway.server import Gateway
-from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
 from outpace.rollouts.recording import RolloutRecorder
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
+from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.functions import load_tools
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet
+from outpace.rollouts.tools.toolbox import FunctionTools
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.types import Episode, GroupOrder, GroupReport, Task, Trajectory
-from rollouts_support import worker_settings
+from rollouts_support import group_filter
 
 TASKS = [Task("t0", "hi", {"answer": "yes"})]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|end|>'
@@ -71,7 +70,7 @@ def order(group: int = 5, **changes: Any) -> GroupOrder:
 
 @pytest.fixture
 def make_worker(
-    tokenizer: Any, make_settings: Callable[..., ClientSettings], tmp_path: Path
+    tokenizer: Any, make_settings: Callable[..., Config], tmp_path: Path
 ) -> Iterator[Callable[..., RolloutWorker]]:
     journal = JournalWriter(tmp_path / "journal", "w0")
 
@@ -81,10 +80,9 @@ def make_worker(
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-        client = make_settings(max_tokens=64, system="Be brief.")
-        settings = worker_settings(client, **{k: v for k, v in changes.items() if k == "scoring"})
+        sections = {name: value for name, value in changes.items() if name == "filter"}
         return RolloutWorker(
-            settings,
+            make_settings(max_tokens=64, system="Be brief.").model_copy(update=sections),
             EngineFleet({"engine-0": engine}),
             TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
             TASKS,
@@ -92,7 +90,7 @@ def make_worker(
             rollout,
             RewardFunctions(list(rewards), [1.0] * len(rewards), None),
             journal,
-            endpoint_provider=changes.get("endpoint_provider"),
+            gateway=changes.get("gateway"),
             recorder=RolloutRecorder(RolloutWriter(tmp_path, 10**6), tmp_path / "journal", decode),
         )
 
@@ -200,9 +198,8 @@ async def test_a_truncated_and_masked_attempt_is_recorded_as_filtered(
         answer = await client.sample(task.prompt)
         return Episode([], stop="length" if answer == "yes" else "stop")
 
-    rules = worker_settings(ClientSettings(1, 1.0, 1.0, 0, (), None, 0)).scoring
-    scoring = ScoringRules(rules.credit, GroupFilter(truncated="mask"))
-    attempts = await trained(make_worker(make_engine(yes_or_no), cut_off_first, scoring=scoring), tmp_path)
+    masking = group_filter(truncated="mask")
+    attempts = await trained(make_worker(make_engine(yes_or_no), cut_off_first, filter=masking), tmp_path)
     assert sorted(each.outcome for each in attempts) == ["filtered", "trained"]
     (left_out,) = [each for each in attempts if each.outcome == "filtered"]
     assert "filter.truncated" in left_out.reason
@@ -215,7 +212,7 @@ async def test_tool_calls_and_tool_results_are_recorded_as_separate_turns(
     def script(episode: int, turn: int) -> str:
         return CALL if turn == 0 else yes_or_no(episode, turn)
 
-    loop = ToolLoop([ToolSet("tools.functions", FunctionTools(load_tools([add])))], None, EpisodeLimits(), ToolLimits())
+    loop = ToolLoop([FunctionTools(load_tools([add]))])
     first, _ = await trained(make_worker(make_engine(script), loop), tmp_path)
     (trajectory,) = first.trajectories
     assert [turn.source for turn in trajectory.turns] == ["prompt", "assistant", "tool", "assistant"]
@@ -236,7 +233,7 @@ async def test_turns_of_an_agent_behind_the_gateway_are_recorded_separately(
             messages += [first.choices[0].message, {"role": "user", "content": "sure?"}]
             await openai.chat.completions.create(model=endpoint.model, messages=messages)
 
-    worker = make_worker(make_engine(yes_or_no), agent, endpoint_provider=Gateway("127.0.0.1", 0, "toy"))
+    worker = make_worker(make_engine(yes_or_no), agent, gateway=Gateway("127.0.0.1", 0, "toy"))
     first, _ = await trained(worker, tmp_path)
     await worker.close()
     (trajectory,) = first.trajectories

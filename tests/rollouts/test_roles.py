@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outpace.config import Config
 from outpace.engines.fleet import EngineFleet
 from outpace.models.chat_format import TemplateChatFormat
-from outpace.rollouts.requests import ClientSettings
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.types import Generation, GroupOrder, GroupRecord, Ints, Sampling, Task, Version
-from rollouts_support import RecordingJournal, worker_settings
+from rollouts_support import RecordingJournal
 
 EPISODES = 4
 
@@ -45,7 +45,7 @@ def reward_of(request_id: str) -> float:
 
 
 @pytest.fixture
-def run_schedule(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -> Callable[[int], Any]:
+def run_schedule(tokenizer: Any, make_settings: Callable[..., Config]) -> Callable[[int], Any]:
     async def run(schedule: int) -> tuple[GroupRecord, dict[str, tuple[str, int]]]:
         """The journaled group of one random schedule, and the role and episode of each request."""
         chance = random.Random(schedule)
@@ -73,7 +73,7 @@ def run_schedule(tokenizer: Any, make_settings: Callable[..., ClientSettings]) -
                     if f"[{request_id}]" in text:
                         owners[request_id] = trajectory.role, int(request_id.split(".")[1])
 
-        settings = worker_settings(make_settings())
+        settings = make_settings()
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         engine: Any = RandomDelayEngine(tokenizer, chance)
         journal: Any = RecordingJournal()
@@ -129,7 +129,7 @@ def advantages_by_hand(record: GroupRecord, owners: dict[str, tuple[str, int]], 
 
 
 async def test_the_report_shows_the_answers_and_rewards_of_every_role(
-    tokenizer: Any, make_engine: Any, make_settings: Callable[..., ClientSettings]
+    tokenizer: Any, make_engine: Any, make_settings: Callable[..., Config]
 ) -> None:
     async def debate(task: Task, client: Any) -> None:
         first = await client.chat([{"role": "user", "content": "why?"}], role="solver")
@@ -139,7 +139,7 @@ async def test_the_report_shows_the_answers_and_rewards_of_every_role(
 
     chat_format, journal = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)), RecordingJournal()
     engine: Any = make_engine(["because<|end|>", "right<|end|>"])
-    settings = worker_settings(make_settings())
+    settings = make_settings()
     tasks: Any = [Task("t", "why?")]
     fleet = EngineFleet({"engine-0": engine})
     worker = RolloutWorker(settings, fleet, chat_format, tasks, None, debate, RewardFunctions([], []), journal)  # type: ignore[arg-type]

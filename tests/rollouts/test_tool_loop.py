@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.config.sections import RolloutConfig, ToolsConfig
 from outpace.errors import ComponentFailed, ContextFull, RequestFailed
 from outpace.models.chat_format import parse_text
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import run_episode
-from outpace.rollouts.tool_loop import EpisodeLimits, EpisodeUsage, ToolLoop
+from outpace.rollouts.tool_loop import EpisodeUsage, ToolLoop
 from outpace.rollouts.tools.functions import load_tools
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet
+from outpace.rollouts.tools.toolbox import FunctionTools
 from outpace.types import Answer, Episode, Message, StopReason, Task, ToolCall
 from support import examples, naming
 
@@ -68,6 +69,8 @@ class FakeSession:
     """Environment session that records the methods called on it."""
 
     instance: object | None = None
+    origin = "rollout.environment"
+    ordered = True
 
     def __init__(self, **failures: Exception) -> None:
         self.failures = failures
@@ -108,8 +111,9 @@ def add(a: int, b: int) -> int:
 
 
 def loop(*functions: Any, session: Any = None, clock: Callable[[], float] = lambda: 0.0, **limits: Any) -> ToolLoop:
-    tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions or (add,))))]
-    return ToolLoop(tool_sets, session, EpisodeLimits(**limits), ToolLimits(), clock)
+    return ToolLoop(
+        [FunctionTools(load_tools(functions or (add,)))], session, RolloutConfig(**limits), ToolsConfig(), clock
+    )
 
 
 async def play(rollout: ToolLoop, answers: Any, **options: Any) -> tuple[Episode, ScriptedClient]:
@@ -205,13 +209,13 @@ async def test_a_truncated_answer_ends_the_episode_without_running_its_calls(sto
 
 
 async def test_the_turn_limit_ends_the_episode_after_the_last_calls_have_run() -> None:
-    episode, client = await play(loop(turns=2), [call("add", a=n, b=0) for n in range(9)])
+    episode, client = await play(loop(max_turns=2), [call("add", a=n, b=0) for n in range(9)])
     assert (episode.stop, contents(episode), len(client.histories)) == ("turns", ["0", "1"], 2)
 
 
 async def test_the_episode_ends_when_an_answer_exceeds_the_call_limit() -> None:
     two, one = call("add", a=1, b=0) + call("add", a=2, b=0), call("add", a=3, b=0)
-    episode, client = await play(loop(calls=3), [two, one, two, "never said"])
+    episode, client = await play(loop(max_calls=3), [two, one, two, "never said"])
     *run, fourth, fifth = contents(episode)
     assert run == ["1", "2", "3"]
     assert fourth.startswith("error: ")
@@ -230,7 +234,7 @@ async def test_tool_exceptions_are_reported_as_failures_and_invalid_calls_are_no
         """
         return a / b
 
-    rollout = ToolLoop(tool_sets=[ToolSet("tools.functions", FunctionTools(load_tools([divide])))])
+    rollout = ToolLoop([FunctionTools(load_tools([divide]))])
     answers = [call("divide", a=1, b=0), call("divide", a=2, b=0) + call("divide", a="x", b=1) + call("nothing"), "?"]
     episode, _ = await play(rollout, answers)
     assert episode.error is None
@@ -240,12 +244,12 @@ async def test_tool_exceptions_are_reported_as_failures_and_invalid_calls_are_no
 
 
 async def test_the_policy_answers_once_more_after_using_exactly_its_call_limit() -> None:
-    episode, _ = await play(loop(calls=1), [call("add", a=1, b=2), "3."])
+    episode, _ = await play(loop(max_calls=1), [call("add", a=1, b=2), "3."])
     assert (episode.stop, contents(episode)) == ("stop", ["3"])
 
 
 async def test_a_thousand_calls_in_one_answer_each_get_a_result() -> None:
-    episode, _ = await play(loop(calls=5), [call("add", a=1, b=1) * 1000])
+    episode, _ = await play(loop(max_calls=5), [call("add", a=1, b=1) * 1000])
     assert (episode.stop, len(contents(episode))) == ("calls", 1000)
     assert contents(episode)[:5] == ["2"] * 5
     assert all(result.startswith("error: ") for result in contents(episode)[5:])
@@ -253,7 +257,9 @@ async def test_a_thousand_calls_in_one_answer_each_get_a_result() -> None:
 
 async def test_max_tokens_of_an_answer_is_capped_by_the_remaining_token_budget() -> None:
     text = call("add", a=1, b=2)
-    episode, client = await play(loop(tokens=2 * len(text) + 3, answer_tokens=len(text)), [text, text, "abcdef"])
+    episode, client = await play(
+        loop(max_episode_tokens=2 * len(text) + 3, max_tokens=len(text)), [text, text, "abcdef"]
+    )
     assert client.max_tokens == [None, None, 3]
     assert episode.stop == "tokens"
     assert contents(episode, "assistant")[-1] == "abc"
@@ -261,7 +267,7 @@ async def test_max_tokens_of_an_answer_is_capped_by_the_remaining_token_budget()
 
 async def test_an_episode_without_tokens_left_ends_after_running_the_calls() -> None:
     text = call("add", a=1, b=2)
-    episode, client = await play(loop(tokens=len(text)), [text])
+    episode, client = await play(loop(max_episode_tokens=len(text)), [text])
     assert (episode.stop, contents(episode), len(client.histories)) == ("tokens", ["3"], 1)
 
 
@@ -274,7 +280,7 @@ async def test_the_time_limit_ends_the_episode_after_the_calls_of_an_answer() ->
         now += 7.0
         return "waited"
 
-    rollout = loop(wait, seconds=10.0, clock=lambda: now)
+    rollout = loop(wait, max_seconds=10.0, clock=lambda: now)
     episode, client = await play(rollout, [call("wait")] * 9)
     assert (episode.stop, contents(episode), len(client.histories)) == ("seconds", ["waited", "waited"], 2)
 
@@ -288,7 +294,7 @@ async def test_a_request_in_flight_at_the_time_limit_is_cancelled_and_the_rest_i
         finally:
             cancelled.set()
 
-    episode, _ = await play(loop(session=FakeSession(), seconds=0.05), [call("step"), hang])
+    episode, _ = await play(loop(session=FakeSession(), max_seconds=0.05), [call("step"), hang])
     assert cancelled.is_set()
     assert (episode.stop, episode.error, episode.rewards) == ("seconds", None, {"environment": 0.5})
     assert contents(episode) == ["{}"]
@@ -303,7 +309,7 @@ async def test_a_tool_call_running_at_the_time_limit_is_cancelled() -> None:
         now = 1.0
         await asyncio.sleep(3600)
 
-    episode, _ = await play(loop(wait, seconds=0.05, clock=lambda: now), [call("wait")])
+    episode, _ = await play(loop(wait, max_seconds=0.05, clock=lambda: now), [call("wait")])
     (result,) = contents(episode)
     assert re.search(naming("error: ", "wait"), result)
     assert (episode.stop, episode.metrics["tool_timeouts"]) == ("seconds", 1)
@@ -324,7 +330,7 @@ async def test_an_episode_without_any_answer_fails() -> None:
     episode, _ = await play(loop(session=session), [ContextFull("the prompt has 9 tokens, the context 8")])
     assert (episode.stop, episode.error) == ("context", "the prompt has 9 tokens, the context 8")
     assert session.events == ["reset", "close"]
-    episode, _ = await play(loop(seconds=0.05), [hang])
+    episode, _ = await play(loop(max_seconds=0.05), [hang])
     assert episode.stop == "seconds"
     assert re.search(naming("rollout.max_seconds", "0.05 s"), episode.error or "")
 
@@ -332,7 +338,7 @@ async def test_an_episode_without_any_answer_fails() -> None:
 @pytest.mark.parametrize("failure", [RequestFailed("not finite"), TimeoutError("unrelated")])
 async def test_other_request_failures_propagate(failure: Exception) -> None:
     with pytest.raises(type(failure)):
-        await play(loop(seconds=3600.0), [failure])
+        await play(loop(max_seconds=3600.0), [failure])
 
 
 # ----------------------------------------------------------------------------------------------------- properties
@@ -341,16 +347,16 @@ async def test_other_request_failures_propagate(failure: Exception) -> None:
 @settings(deadline=None)
 @given(
     limits=st.builds(
-        EpisodeLimits,
-        turns=st.integers(1, 5),
-        calls=st.none() | st.integers(1, 10),
-        tokens=st.none() | st.integers(1, 50),
-        seconds=st.none() | st.integers(1, 10),
-        answer_tokens=st.none() | st.integers(1, 20),
+        RolloutConfig,
+        max_turns=st.integers(1, 5),
+        max_calls=st.none() | st.integers(1, 10),
+        max_episode_tokens=st.none() | st.integers(1, 50),
+        max_seconds=st.none() | st.integers(1, 10),
+        max_tokens=st.none() | st.integers(1, 20),
     ),
     events=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8), st.integers(0, 4)), max_size=10),
 )
-def test_no_sequence_of_answers_exceeds_the_limits(limits: EpisodeLimits, events: list[tuple[int, int, int]]) -> None:
+def test_no_sequence_of_answers_exceeds_the_limits(limits: RolloutConfig, events: list[tuple[int, int, int]]) -> None:
     """`EpisodeUsage` alone: each event is an answer with a number of tokens, calls and seconds."""
     now = 0.0
     spent = EpisodeUsage(limits, lambda: now)
@@ -359,13 +365,13 @@ def test_no_sequence_of_answers_exceeds_the_limits(limits: EpisodeLimits, events
         if spent.stop_reason() is not None:
             break
         most = spent.max_tokens()
-        usual = tokens if limits.answer_tokens is None else min(tokens, limits.answer_tokens)
+        usual = tokens if limits.max_tokens is None else min(tokens, limits.max_tokens)
         spent.answered(usual if most is None else min(usual, most))
         run += spent.admit(calls)
         now += seconds
-    assert spent.turns <= limits.turns
-    assert spent.tokens <= (limits.tokens or spent.tokens)
-    assert run <= (limits.calls or run)
+    assert spent.turns <= limits.max_turns
+    assert spent.tokens <= (limits.max_episode_tokens or spent.tokens)
+    assert run <= (limits.max_calls or run)
 
 
 words = st.sampled_from(
@@ -406,7 +412,7 @@ async def test_for_any_answers_and_tool_outcomes_the_episode_ends_and_every_call
             raise outcome
         return outcome
 
-    episode, client = await play(loop(add, fall, turns=5, calls=4), texts)
+    episode, client = await play(loop(add, fall, max_turns=5, max_calls=4), texts)
     assert episode.error is None
     assert episode.stop in ("stop", "empty", "turns", "calls")
     assert isinstance(episode.completion, list)
@@ -460,7 +466,7 @@ async def test_malformed_tool_calls_never_fail_the_episode(
     make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: Any, text: str
 ) -> None:
     engine = make_engine([text + tokenizer.eos_token, "Done." + tokenizer.eos_token])
-    episode = await run_episode(loop(calls=100), TASK, make_client(engine), 60.0)
+    episode = await run_episode(loop(max_calls=100), TASK, make_client(engine), 60.0)
     assert episode.error is None
     assert all(result.startswith("error:") for result in contents(episode))
     assert contents(episode)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput
 from outpace.rollouts.tools.functions import MAX_DEPTH, ToolError, load_tools, result_text, truncate_text
 from outpace.rollouts.tools.toolbox import (
@@ -21,8 +22,7 @@ from outpace.rollouts.tools.toolbox import (
     MAX_CONCURRENT_CALLS,
     FunctionTools,
     Toolbox,
-    ToolLimits,
-    ToolSet,
+    ToolSource,
     tools_by_name,
 )
 from outpace.types import ToolCall
@@ -32,7 +32,10 @@ from support import examples, naming
 class CoroutineTools:
     """Tools backed by one coroutine each, like those of an environment or a server."""
 
-    def __init__(self, **tools: Any) -> None:
+    ordered = True
+
+    def __init__(self, origin: str, **tools: Any) -> None:
+        self.origin = origin
         self._tools = tools
         self.tools: Mapping[str, dict[str, Any]] = {name: {"function": {"name": name}} for name in tools}
 
@@ -41,10 +44,10 @@ class CoroutineTools:
 
 
 def box(*functions: Any, timeout_s: float = 30.0, max_result_chars: int = 100, **others: Any) -> Toolbox:
-    tool_sets = [ToolSet("tools.functions", FunctionTools(load_tools(functions)))]
+    sources: list[ToolSource] = [FunctionTools(load_tools(functions))]
     if others:
-        tool_sets.append(ToolSet("rollout.environment", CoroutineTools(**others), ordered=True))
-    return Toolbox(tool_sets, ToolLimits(timeout_s, max_result_chars))
+        sources.append(CoroutineTools("rollout.environment", **others))
+    return Toolbox(sources, ToolsConfig(timeout_s=timeout_s, max_result_chars=max_result_chars))
 
 
 def call(name: str, arguments: str = "{}", problem: str = "", number: int = 0) -> ToolCall:
@@ -337,10 +340,10 @@ async def test_a_tool_error_from_an_environment_becomes_the_result() -> None:
     assert await texts(box(refuse=refuse), call("refuse")) == ["error: not now"]
 
 
-def test_two_tool_sets_with_the_same_tool_name_are_refused_and_both_are_named() -> None:
+def test_two_sources_with_the_same_tool_name_are_refused_and_both_are_named() -> None:
     first, second = (
-        ToolSet("tools.mcp: one", CoroutineTools(add=None)),
-        ToolSet("tools.mcp: two", CoroutineTools(add=None)),
+        CoroutineTools("tools.mcp: one", add=None),
+        CoroutineTools("tools.mcp: two", add=None),
     )
     with pytest.raises(BadInput, match=naming("tools.mcp: one", "tools.mcp: two", "add")):
         tools_by_name([first, second])

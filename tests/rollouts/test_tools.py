@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -66,7 +67,7 @@ TOOLS = tools_of(Desk)
 
 
 async def run(name: str, **arguments: Any) -> Any:
-    return await TOOLS[name].call(arguments, getattr(Desk(), name))
+    return await replace(TOOLS[name], function=getattr(Desk(), name)).call(arguments)
 
 
 def test_the_public_methods_are_the_tools() -> None:

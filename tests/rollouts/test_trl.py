@@ -18,7 +18,7 @@ from outpace.rollouts.build import build_rollout
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.run.plan import UserObjects, make_plan
 from outpace.types import GroupOrder, Task
-from rollouts_support import RecordingJournal, worker_settings
+from rollouts_support import RecordingJournal
 
 COLUMNS = {"solution": ["$4$", "$4$"]}
 THOUGHT = [{"role": "assistant", "content": "<think>two and two</think>\\boxed{4}"}]
@@ -90,7 +90,7 @@ async def test_a_trl_environment_and_a_reward_that_reads_it_produce_a_group(
     functions = check_rewards([reward_func, length_reward], columns=["start"])
     assert list(isolated_sources(functions)) == ["length_reward"], "environment instances stay in this process"
     worker = RolloutWorker(
-        worker_settings(make_settings()),
+        make_settings(),
         EngineFleet({"engine-0": make_engine(scripted_answer)}),
         TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
         [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],

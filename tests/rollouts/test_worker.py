@@ -20,14 +20,15 @@ import psutil
 import pytest
 
 from outpace.checkpoint import journal
+from outpace.config import Config
+from outpace.config.algorithm import AdvantageConfig
+from outpace.config.sections import RewardsConfig
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.protocols import ModelClient
 from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import OverlongPenalty
 from outpace.rewards.registry import isolated_sources
-from outpace.rollouts.client import ClientSettings
 from outpace.rollouts.episode import single_turn
 from outpace.rollouts.group_scoring import SWAPPED
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
@@ -41,7 +42,7 @@ from outpace.types import (
     Task,
     Trajectory,
 )
-from rollouts_support import RecordingJournal, worker_settings
+from rollouts_support import RecordingJournal
 from support import naming
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -70,7 +71,7 @@ def memory_journal() -> RecordingJournal:
 
 @pytest.fixture
 def make_worker(
-    tokenizer: Any, make_settings: Callable[..., ClientSettings], memory_journal: RecordingJournal
+    tokenizer: Any, make_settings: Callable[..., Config], memory_journal: RecordingJournal
 ) -> Callable[..., RolloutWorker]:
     def make(
         *engines: Any,
@@ -79,16 +80,15 @@ def make_worker(
         weights: Any = None,
         writer: Any = memory_journal,
         advantage: str = "dr_grpo",
-        overlong: OverlongPenalty | None = None,
         pool: GraderPool | None = None,
-        scoring: Any = None,
+        overlong: RewardsConfig | None = None,
     ) -> RolloutWorker:
-        changes = {} if scoring is None else {"scoring": scoring}
-        settings = worker_settings(make_settings(), advantage, overlong=overlong, **changes)
+        sections = {"advantage": AdvantageConfig(name=advantage), **({"rewards": overlong} if overlong else {})}
+        config = make_settings(max_tokens=6).model_copy(update=sections)
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         reward_functions = RewardFunctions(list(rewards), weights or [1.0] * len(rewards), pool)
         fleet = EngineFleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
-        return RolloutWorker(settings, fleet, chat_format, TASKS, HELDOUT, rollout, reward_functions, writer)
+        return RolloutWorker(config, fleet, chat_format, TASKS, HELDOUT, rollout, reward_functions, writer)
 
     return make
 
@@ -258,7 +258,8 @@ async def test_the_overlong_penalty_applies_in_training_and_not_in_evaluation(
     make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:
     """With the end token `yes` has four tokens and `no` three: they use 2 and 1 tokens of the buffer of 4 below 6."""
-    worker = make_worker(make_engine(by_episode), overlong=OverlongPenalty(limit=6, buffer=4, penalty=2.0))
+    rewards = RewardsConfig(overlong_buffer=4, overlong_penalty=2.0)
+    worker = make_worker(make_engine(by_episode), overlong=rewards)
     report = await worker.run(order())
     assert report.rewards == [1.0 - 1.0, 0.0 - 0.5]
     assert report.reward_parts == {"correct": 0.5, "overlong": -0.75}
@@ -578,9 +579,7 @@ async def test_first_prompts_equal_the_first_requests_sent_to_the_engine(
     assert [len(prompt) for prompt in await worker.first_prompts(1)] == [len(first_prompts[0])]
 
 
-async def test_an_advantage_estimator_never_runs_on_the_event_loop(
-    make_engine: Any, make_worker: MakeWorker, make_settings: Any
-) -> None:
+async def test_an_advantage_estimator_never_runs_on_the_event_loop(make_engine: Any, make_worker: MakeWorker) -> None:
     """The estimator may be user code, and slow."""
     seen: list[int] = []
 
@@ -588,13 +587,13 @@ async def test_an_advantage_estimator_never_runs_on_the_event_loop(
         seen.append(threading.get_ident())
         return group_returns.returns_G - group_returns.returns_G.mean()
 
-    scoring = worker_settings(make_settings()).scoring
+    worker = make_worker(make_engine(by_episode))
+    scoring = worker._scoring
     registration = replace(
         scoring.credit.estimator.registration, function=lambda group_returns, **_: recording(group_returns)
     )
     estimator = replace(scoring.credit.estimator, registration=registration)
-    recorded = replace(scoring, credit=replace(scoring.credit, estimator=estimator))
-    worker = make_worker(make_engine(by_episode), scoring=recorded)
+    worker._scoring = replace(scoring, credit=replace(scoring.credit, estimator=estimator))
     assert (await worker.run(order())).outcome == "finished"
     assert seen
     assert threading.get_ident() not in seen

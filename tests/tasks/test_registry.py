@@ -59,7 +59,7 @@ def test_a_limit_uses_only_the_first_tasks() -> None:
 
 
 def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.tasks.registry._factories", {})
+    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
 
     @register("mine")
     def mine(config: Config) -> TaskSources:

@@ -10,8 +10,11 @@ Completions are untrusted text. Any text is scored; none of these functions rais
 
 Hazard: `9^{9^{9^9}}` keeps a computer algebra system busy forever. math-verify limits itself with SIGALRM, which Python
 handles only between bytecode instructions and which counts wall-clock time, so a busy machine would turn right answers
-into wrong ones. `math` therefore scores in forks of the grader process (`score_in_forks`). It needs the main thread of
-its own process; the registry ensures both.
+into wrong ones. `math` therefore scores in forks of the grader process, with a CPU limit that the kernel enforces. It
+needs the main thread of its own process; the registry ensures both.
+
+    grader process ── fork ──▶ score one answer after the other ── one number each ──▶ grader process
+                   ── CPU limit reached, or no score for FORK_TIMEOUT_S: that answer scores 0.0, fork again for the rest
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-""""""
+"""Calls of reward functions: evaluators, checks of returned scores, and arguments sent to a grader process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ Arguments = dict[str, list[Any]]
 def pack_arguments(arguments: Arguments) -> tuple[bytes, bool]:
     """Encode the arguments of a call. Returns the bytes and whether they are by value (`outpace.runtime.by_value`).
 
-    A list that repeats one object is sent as that object once."""
+    A list that repeats one object, as prompt and columns of a group do, is sent as that object once."""
     same = {name: each[0] for name, each in arguments.items() if _is_repeated(each)}
     parts = {"same": same, "each": {name: each for name, each in arguments.items() if name not in same}}
     try:

@@ -9,9 +9,6 @@ Invariants
   killer, for example), the call is retried once in another process.
 - Replies of a grader process are validated again on this side.
 - After `close` no process, task or file descriptor is left.
-
-All completions of a group share prompt and columns: a list that repeats one object is sent as that object once, and
-becomes a list of one repeated object on the other side.
 """
 
 from __future__ import annotations

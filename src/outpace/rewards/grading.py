@@ -32,6 +32,7 @@ from typing import Any, cast
 
 import msgspec
 
+from outpace.config.sections import RewardsConfig
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
 from outpace.rewards.functions import Scores, check_scores, encode_evaluator_arguments, is_evaluator
@@ -245,32 +246,20 @@ OVERLONG_REWARD = "overlong"
 """Key of the penalty in `Episode.rewards`."""
 
 
-@dataclass(frozen=True)
-class OverlongPenalty:
-    """Linear length penalty over the last `buffer` tokens before `limit`, from 0 up to `penalty`."""
-
-    limit: int
-    buffer: int
-    penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        assert self.buffer > 0
-
-    def of(self, tokens: int) -> float:
-        """Return min(-(tokens - (limit - buffer)) / buffer * penalty, 0), but at least -penalty.
-
-        The lower bound matters for multi-turn episodes, whose total may exceed the limit of a single completion."""
-        used = (tokens - (self.limit - self.buffer)) / self.buffer
-        return -min(used, 1.0) * self.penalty if used > 0 else 0.0
+def overlong_penalty(tokens: int, limit: int, rewards: RewardsConfig) -> float:
+    """Return the penalty for `tokens` sampled tokens: it rises linearly over the last `rewards.overlong_buffer` tokens
+    before `limit`, and stays at `rewards.overlong_penalty` beyond, where multi-turn episodes can get."""
+    used = (tokens - (limit - rewards.overlong_buffer)) / rewards.overlong_buffer
+    return -min(used, 1.0) * rewards.overlong_penalty if used > 0 else 0.0
 
 
-def apply_overlong_penalty(episode: Episode, rule: OverlongPenalty | None) -> Episode:
+def apply_overlong_penalty(episode: Episode, limit: int, rewards: RewardsConfig) -> Episode:
     """Return the episode with the penalty for its sampled tokens added to its reward, and to trajectory rewards if set.
 
     Failed episodes are returned unchanged."""
-    if rule is None or episode.error is not None:
+    if not rewards.overlong_buffer or episode.error is not None:
         return episode
-    loss = rule.of(sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories))
+    loss = overlong_penalty(sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories), limit, rewards)
     return msgspec.structs.replace(
         episode,
         trajectories=[_penalized(trajectory, loss) for trajectory in episode.trajectories],

@@ -9,9 +9,9 @@ enclosed in a random delimiter drawn per request. The default prompt tells the j
 the delimiters. A judge may still be persuaded by what it reads: inspect completions with high scores, and use a judge
 that is stronger than the policy.
 
-Invariants of the HTTP client (`JudgeEndpoint`)
-- One HTTP session per event loop and concurrency limit while it is in use; the last user closes it.
-- At most `concurrency` requests are in flight. A request's timeout starts when it is sent and includes its retries.
+Invariants of the requests
+- One HTTP session per group. At most `judge.concurrency` requests per event loop are in flight; a request's timeout
+  starts when it is sent and includes its retries.
 - Connection errors, 429 and 5xx are retried with exponential backoff and jitter; other errors are final.
 - Response size is bounded.
 """
@@ -24,8 +24,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -46,6 +45,8 @@ FIRST_BACKOFF_S = 0.5
 """Backoff before the first retry, before jitter; doubles with each retry."""
 MAX_RESPONSE_BYTES = 1 << 22
 
+_slots_by_loop: PerLoop[asyncio.Semaphore] = PerLoop()
+
 
 class _Retry(Exception):
     """A failure worth retrying. `after_s` is the server's Retry-After."""
@@ -55,75 +56,49 @@ class _Retry(Exception):
         self.after_s = after_s
 
 
-class JudgeEndpoint:
-    """HTTP client with a concurrency limit, retries and bounded responses."""
-
-    def __init__(self, concurrency: int) -> None:
-        import aiohttp
-
-        self.users = 0
-        self._slots = asyncio.Semaphore(concurrency)
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=concurrency))
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def post(
-        self, address: str, body: dict[str, Any], headers: Mapping[str, str], timeout_s: float, retries: int
-    ) -> bytes:
-        """Return the body of a 200 response; raises `RequestFailed` that names the address otherwise."""
-        async with self._slots:
-            last = ""
-            try:
-                async with asyncio.timeout(timeout_s) as limit:
-                    for attempt in range(retries + 1):
-                        try:
-                            return await self._once(address, body, headers)
-                        except _Retry as error:
-                            last = str(error)
-                            if attempt < retries:
-                                await _back_off(attempt, error.after_s, limit)
-            except TimeoutError:
-                earlier = f"; earlier it {last}" if last else ""
-                raise RequestFailed(f"{address} did not answer within {timeout_s:g} s{earlier}") from None
-            raise RequestFailed(f"{address} {last}")
-
-    async def _once(self, address: str, body: dict[str, Any], headers: Mapping[str, str]) -> bytes:
-        import aiohttp
-
-        try:
-            async with self._session.post(address, json=body, headers=headers, allow_redirects=False) as response:
-                content = await _read_bounded(response)
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
-            raise _Retry(f"cannot be reached: {one_line(error) or type(error).__name__}") from error
-        except aiohttp.ClientError as error:
-            raise RequestFailed(f"request to {address} failed: {type(error).__name__}: {one_line(error)}") from error
-        if response.status == 200:
-            return content
-        why = f"answered {response.status}: {one_line(content.decode('utf-8', 'replace'))}"
-        if response.status == 429 or response.status >= 500:
-            raise _Retry(why, _retry_after_s(response.headers.get("Retry-After", "")))
-        raise RequestFailed(f"{address} {why}")
-
-
-_endpoints: PerLoop[dict[int, JudgeEndpoint]] = PerLoop()
-
-
-@asynccontextmanager
-async def shared_endpoint(concurrency: int) -> AsyncIterator[JudgeEndpoint]:
-    """Yield the endpoint of the running event loop with that concurrency limit."""
-    endpoints = _endpoints.get(dict)
-    if concurrency not in endpoints:
-        endpoints[concurrency] = JudgeEndpoint(concurrency)
-    endpoint = endpoints[concurrency]
-    endpoint.users += 1
+async def post(
+    session: aiohttp.ClientSession,
+    address: str,
+    body: dict[str, Any],
+    headers: Mapping[str, str],
+    timeout_s: float,
+    retries: int,
+) -> bytes:
+    """Return the body of a 200 response; raises `RequestFailed` that names the address otherwise."""
+    last = ""
     try:
-        yield endpoint
-    finally:
-        endpoint.users -= 1
-        if not endpoint.users:
-            del endpoints[concurrency]
-            await endpoint.close()
+        async with asyncio.timeout(timeout_s) as limit:
+            for attempt in range(retries + 1):
+                try:
+                    return await _post_once(session, address, body, headers)
+                except _Retry as error:
+                    last = str(error)
+                    if attempt < retries:
+                        await _back_off(attempt, error.after_s, limit)
+    except TimeoutError:
+        earlier = f"; earlier it {last}" if last else ""
+        raise RequestFailed(f"{address} did not answer within {timeout_s:g} s{earlier}") from None
+    raise RequestFailed(f"{address} {last}")
+
+
+async def _post_once(
+    session: aiohttp.ClientSession, address: str, body: dict[str, Any], headers: Mapping[str, str]
+) -> bytes:
+    import aiohttp
+
+    try:
+        async with session.post(address, json=body, headers=headers, allow_redirects=False) as response:
+            content = await _read_bounded(response)
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError) as error:
+        raise _Retry(f"cannot be reached: {one_line(error) or type(error).__name__}") from error
+    except aiohttp.ClientError as error:
+        raise RequestFailed(f"request to {address} failed: {type(error).__name__}: {one_line(error)}") from error
+    if response.status == 200:
+        return content
+    why = f"answered {response.status}: {one_line(content.decode('utf-8', 'replace'))}"
+    if response.status == 429 or response.status >= 500:
+        raise _Retry(why, _retry_after_s(response.headers.get("Retry-After", "")))
+    raise RequestFailed(f"{address} {why}")
 
 
 async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -214,11 +189,13 @@ class Judge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Completion], **columns: Sequence[Any]
     ) -> list[float | None]:
+        import aiohttp
+
         samples = range(len(completions))
         rows = [{name: values[sample] for name, values in columns.items()} for sample in samples]
         questions = [self.question(prompts[each], completions[each], rows[each]) for each in samples]
-        async with shared_endpoint(self.settings.concurrency) as endpoint:
-            scores = await gather_or_cancel(*(self._score(endpoint, question) for question in questions))
+        async with aiohttp.ClientSession() as session:
+            scores = await gather_or_cancel(*(self._score(session, question) for question in questions))
         if unscored := scores.count(None):
             log.warning("judge: no score found in %d of %d replies", unscored, len(scores))
         return scores
@@ -231,27 +208,22 @@ class Judge:
         filled["completion"] = _delimited(as_text(completion), fence)
         return PLACEHOLDER.sub(lambda name: filled.get(name[1], name[0]), self.settings.prompt or DEFAULT_PROMPT)
 
-    async def _score(self, endpoint: JudgeEndpoint, question: str) -> float | None:
+    async def _score(self, session: aiohttp.ClientSession, question: str) -> float | None:
         body = {
             "model": self.settings.model,
             "messages": [{"role": "user", "content": question}],
             "max_tokens": self.settings.max_tokens,
             "temperature": self.settings.temperature,
         }
-        try:
-            reply = await endpoint.post(
-                self._address(), body, self._headers(), self.settings.timeout_s, self.settings.retries
-            )
-        except RequestFailed as error:
-            raise RewardFailed(f"reward judge: {error}") from error
-        return parse_score(_text(reply), self.settings.scale)
-
-    def _address(self) -> str:
-        return f"{str(self.settings.base_url).rstrip('/')}/chat/completions"
-
-    def _headers(self) -> dict[str, str]:
+        address = f"{str(self.settings.base_url).rstrip('/')}/chat/completions"
         key = os.environ.get(self.settings.api_key_env)
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with _slots_by_loop.get(lambda: asyncio.Semaphore(self.settings.concurrency)):
+            try:
+                reply = await post(session, address, body, headers, self.settings.timeout_s, self.settings.retries)
+            except RequestFailed as error:
+                raise RewardFailed(f"reward judge: {error}") from error
+        return parse_score(_text(reply), self.settings.scale)
 
 
 def parse_score(text: str, scale: float) -> float | None:

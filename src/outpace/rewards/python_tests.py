@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from outpace.config import Config
+from outpace.config.sections import SandboxConfig
 from outpace.errors import RewardFailed, one_line
 from outpace.rewards.builtin import Completion, last_text
 from outpace.rewards.python_tests_protocol import EXIT_PROGRAM_UNUSED
-from outpace.rewards.sandbox import SandboxLimits, SandboxResult, check_available, run_python
+from outpace.rewards.sandbox import SandboxResult, check_available, run_python
 from outpace.runtime.async_tools import PerLoop, gather_or_cancel
 
 FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([^\s`{,:]*)([^`]*)")
@@ -50,15 +51,14 @@ _slots_by_loop: PerLoop[asyncio.Semaphore] = PerLoop()
 
 def make_python(config: Config) -> ProgramReward:
     check_available()
-    return ProgramReward(SandboxLimits.of(config.sandbox), config.sandbox.workers)
+    return ProgramReward(config.sandbox)
 
 
 @dataclass(frozen=True)
 class ProgramReward:
-    """Async: the event loop only waits. At most `workers` programs run at once per event loop."""
+    """Async: the event loop only waits. At most `limits.workers` programs run at once per event loop."""
 
-    limits: SandboxLimits
-    workers: int
+    limits: SandboxConfig
     own_timeout: ClassVar[bool] = True
     """Every program has its own timeout from the moment it starts; the time for a whole group depends on the queue."""
 
@@ -80,7 +80,7 @@ class ProgramReward:
             return _assert_score(await self._run_asserts(program, tests))
 
     def _slot(self) -> asyncio.Semaphore:
-        return _slots_by_loop.get(lambda: asyncio.Semaphore(self.workers))
+        return _slots_by_loop.get(lambda: asyncio.Semaphore(self.limits.workers))
 
     async def _pass_rate(self, program: str, tests: Sequence[Mapping[str, Any]]) -> float:
         """Return the fraction of tests passed. Stops at the first timeout: the other tests would take as long."""

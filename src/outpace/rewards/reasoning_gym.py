@@ -1,19 +1,13 @@
-"""The reward `reasoning_gym`: reasoning-gym's own score for each answer, between 0 and 1; and `score_in_forks`.
+"""The reward `reasoning_gym`: reasoning-gym's own score for each answer, between 0 and 1.
 
 The answer is the content of the last `<answer>…</answer>`. Without these tags it is the last non-empty line, or the
 whole text if the correct answer has several lines.
 
 Security: some of the package's scorers pass the answer to Python's `eval`, directly or through sympy. Answers to those
 tasks are parsed first, without running them; an answer that contains anything but lists of constants, or anything but
-arithmetic, scores 0.0 and is not evaluated. Arithmetic can still run forever, so formulas are scored in forks, where a
-timeout affects one answer and not the group. The whole function runs in a grader process that can be killed.
-
-    grader process ── fork ──▶ score one answer after the other ── one number each ──▶ grader process
-                   ── CPU limit reached, or no score for FORK_TIMEOUT_S: that answer scores 0.0, fork again for the rest
-
-A short text can keep computer algebra busy forever inside one C call, where Python signal handlers do not run. The
-limit is CPU time, enforced by the kernel, so a busy machine does not turn right answers into wrong ones. The wall-clock
-timeout only catches a fork that is blocked.
+arithmetic, scores 0.0 and is not evaluated. Arithmetic can still run forever, so formulas are scored in forks
+(`outpace.rewards.builtin.score_in_forks`), where a timeout affects one answer and not the group. The whole function
+runs in a grader process that can be killed.
 """
 
 from __future__ import annotations

@@ -6,16 +6,11 @@ A reward function is a built-in name, `package.module:function`, `path/to/file.p
     @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
 
 A function in TRL's signature gets the texts of a whole group. An evaluator gets one attempt: its trajectories, metrics
-and the rewards it already has. It is called once per episode, all episodes of a group concurrently, sync or async, and
-runs where any other reward function would. Task and episode are sent to a grader process as msgpack.
-
-`check_rewards` finds every error that can be found before the run starts, so that a misspelled name or a missing
-column is reported as one line instead of a thousand failed groups.
+and the rewards it already has. `check_rewards` finds every error that can be found before the run starts.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -26,7 +21,14 @@ from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
 from outpace.rewards.functions import is_evaluator
 from outpace.runtime.by_value import UserCodeSource, source_by_value
-from outpace.runtime.references import BY_KEYWORD, is_reference, load_function, named_parameters, parameters_of
+from outpace.runtime.references import (
+    BY_KEYWORD,
+    closest_names,
+    is_reference,
+    load_function,
+    named_parameters,
+    parameters_of,
+)
 
 R = TypeVar("R", bound=Callable[..., Any])
 
@@ -189,7 +191,7 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
 def _check_built_in(name: str) -> None:
     known = [*BUILT_IN, *BUILT_FROM_CONFIG, *REGISTERED]
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
+        close = closest_names(name, known)
         hint = f"did you mean {close[0]}?" if close else f"known rewards: {', '.join(known)}."
         raise BadInput(
             f"{SETTING}: unknown reward {name!r}; {hint} Write your own as package.module:function or file.py:function"

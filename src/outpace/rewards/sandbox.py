@@ -38,7 +38,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -51,7 +50,7 @@ import psutil
 from outpace.config.sections import SandboxConfig
 from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.rewards.syscalls import compile_filter
-from outpace.runtime.child_process import pipe_reader
+from outpace.runtime.child_process import pipe_reader, write_input
 from outpace.runtime.process_table import MARK_VARIABLE, new_mark
 from outpace.runtime.process_tree import end_process_tree
 
@@ -80,15 +79,6 @@ class BoundedOutput:
             if len(chunk) > left:
                 self.truncated = True
                 await asyncio.sleep(DROP_PAUSE_S)
-
-
-async def write_input(stream: asyncio.StreamWriter | None, text: str) -> None:
-    """Write `text` to the stream as far as the program reads it, then close the stream."""
-    assert stream is not None, "the process was started with pipes"
-    with suppress(ConnectionError):  # a program need not read its input
-        stream.write(text.encode("utf-8", "replace"))
-        await stream.drain()
-    stream.close()
 
 
 log = logging.getLogger(__name__)
@@ -183,19 +173,6 @@ class SandboxFailed(OutpaceError):
 
 
 @dataclass(frozen=True)
-class SandboxLimits:
-    timeout_s: float = 5.0
-    memory_mb: int = 512
-    processes: int = 16
-    output_kb: int = 64
-    file_mb: int = 16
-
-    @classmethod
-    def of(cls, config: SandboxConfig) -> SandboxLimits:
-        return cls(config.timeout_s, config.memory_mb, config.processes, config.output_kb, config.file_mb)
-
-
-@dataclass(frozen=True)
 class Isolation:
     """Isolation achieved for one program, beyond the limits that always hold."""
 
@@ -227,7 +204,6 @@ class SandboxResult:
     exit_code: int | None
     stdout: str
     stderr: str
-    seconds: float
     truncated: bool = False
     isolation: Isolation = field(default_factory=Isolation)
 
@@ -242,7 +218,7 @@ async def run_python(
     code: str,
     *,
     stdin: str = "",
-    limits: SandboxLimits,
+    limits: SandboxConfig,
     arguments: Sequence[str] = (),
     files: Mapping[str, str] | None = None,
     channel: socket.socket | None = None,
@@ -257,7 +233,7 @@ async def run_python(
 
 
 class _SandboxRun:
-    def __init__(self, directory: str, limits: SandboxLimits) -> None:
+    def __init__(self, directory: str, limits: SandboxConfig) -> None:
         self._directory = directory
         self._limits = limits
         self._uid = FIRST_UID + secrets.randbelow(UIDS)
@@ -269,17 +245,20 @@ class _SandboxRun:
         self, files: dict[str, str], command: list[str], stdin: str, channel: socket.socket | None
     ) -> SandboxResult:
         spec = self._spec(files, command, [] if channel is None else [channel.fileno()])
-        started = time.monotonic()
         process, report_fd = await self._start(spec)
         out, err = BoundedOutput(self._limits.output_kb * 1024), BoundedOutput(self._limits.output_kb * 1024)
-        pipes = [out.read(process.stdout), err.read(process.stderr), write_input(process.stdin, stdin)]
+        pipes = [
+            out.read(process.stdout),
+            err.read(process.stderr),
+            write_input(process.stdin, stdin.encode("utf-8", "replace")),
+        ]
         tasks = [asyncio.create_task(pipe) for pipe in pipes]
         report: dict[str, Any] = {}
         try:
             report = await self._read_report(report_fd)
         finally:
             await asyncio.shield(self._finish(process, report, tasks))  # even if cancelled
-        return _result(report, out, err, time.monotonic() - started)
+        return _result(report, out, err)
 
     async def _read_report(self, report_fd: int) -> dict[str, Any]:
         """Read the report of supervisor and init, merged into one dict. At end of file both have exited."""
@@ -363,7 +342,7 @@ def _kill_all(leader: int, mark: str, uid: int) -> None:
         log.warning("a sandboxed program left processes of group %d that cannot be killed", leader)
 
 
-def _result(report: dict[str, Any], out: BoundedOutput, err: BoundedOutput, seconds: float) -> SandboxResult:
+def _result(report: dict[str, Any], out: BoundedOutput, err: BoundedOutput) -> SandboxResult:
     if "failure" in report:
         raise SandboxFailed(f"the sandbox could not start the program: {report['failure']}")
     if "isolation" not in report or "syscalls" not in report:  # both are reported before the program starts
@@ -376,7 +355,6 @@ def _result(report: dict[str, Any], out: BoundedOutput, err: BoundedOutput, seco
         exit_code,
         out.text,
         err.text,
-        seconds,
         out.truncated or err.truncated,
         isolation,
     )

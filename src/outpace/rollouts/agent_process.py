@@ -17,12 +17,12 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from outpace.errors import BadInput, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.runtime.child_process import ProcessOutput, describe_exit, end_program, start_program
+from outpace.runtime.child_process import ProcessOutput, describe_exit, end_program, start_program, write_input
 from outpace.runtime.process_table import MARK_VARIABLE, new_mark
 from outpace.types import Endpoint, Episode, Task
 
@@ -71,7 +71,7 @@ class AgentProcess:
             process = await asyncio.shield(self._starting)
         except OSError as error:
             return f"could not be started: {error.strerror or one_line(error)}"
-        feeding = asyncio.create_task(_feed(process, stdin_data))
+        feeding = asyncio.create_task(write_input(process.stdin, stdin_data))
         try:
             status = await process.wait()
         finally:
@@ -112,15 +112,6 @@ class AgentProcess:
             if self._process.stdin is not None:
                 self._process.stdin.close()
         await asyncio.gather(*(output.finish() for output in self._outputs))
-
-
-async def _feed(process: asyncio.subprocess.Process, stdin_data: bytes) -> None:
-    stdin = process.stdin
-    assert stdin is not None, "the program was started with a stdin pipe"
-    with suppress(ConnectionError):  # a program need not read its input
-        stdin.write(stdin_data)
-        await stdin.drain()
-    stdin.close()
 
 
 def _environment(endpoint: Endpoint, task: Task) -> dict[str, str]:

@@ -26,10 +26,10 @@ from outpace.rollouts.environments.session import (
     resolve_kinds,
 )
 from outpace.rollouts.episode import single_turn
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
+from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.functions import Tool, load_tools, tools_of
 from outpace.rollouts.tools.mcp import close_servers, open_servers
-from outpace.rollouts.tools.toolbox import FunctionTools, ToolLimits, ToolSet, tools_by_name
+from outpace.rollouts.tools.toolbox import FunctionTools, ToolSource, tools_by_name
 from outpace.runtime.references import load_function
 from outpace.types import Task
 
@@ -58,17 +58,20 @@ async def build_rollout(config: Config, given: PythonObjects | None = None) -> B
     if not origins and not tools and not config.tools.mcp:
         return BuiltRollout(single_turn)
     servers = await open_servers(config.tools.mcp) if config.tools.mcp else []
-    tool_sets = [ToolSet("tools.functions", FunctionTools(tools)), *(server.tool_set for server in servers)]
+    sources: list[ToolSource] = [FunctionTools(tools), *servers]
     try:
-        tools_by_name(tool_sets)
+        tools_by_name(sources)
         for origin in origins.values():  # one environment class per episode: names may repeat across classes
-            tools_by_name([*tool_sets, _environment_tools(origin)])
+            tools_by_name([*sources, _environment_tools(origin)])
     except BaseException:
         await close_servers(servers)
         raise
-    stages = EnvironmentSessions.of(origins, config.environment, config.tools) if origins else None
+    stages = EnvironmentSessions(origins, config.environment, config.tools) if origins else None
     closers: list[Callable[[], Awaitable[None]]] = [lambda: close_servers(servers)]
-    return BuiltRollout(_loop(config, tool_sets, stages), closers if stages is None else [stages.close, *closers])
+    return BuiltRollout(
+        ToolLoop(sources, stages, config.rollout, config.tools),
+        closers if stages is None else [stages.close, *closers],
+    )
 
 
 def check_rollout(config: Config, given: PythonObjects, first: Task | None = None) -> bool:
@@ -79,7 +82,7 @@ def check_rollout(config: Config, given: PythonObjects, first: Task | None = Non
         _refuse_unused(config, given)
         _check_program(config.rollout.agent)
         return not config.rollout.agent  # an agent program cannot return a reward
-    functions = ToolSet("tools.functions", FunctionTools(_tools(config, given)))
+    functions = FunctionTools(_tools(config, given))
     origins = resolve_kinds(config, given.get("environment"))
     check_kinds(origins, config.environment.column, first)
     for origin in origins.values():
@@ -129,20 +132,8 @@ def _tools(config: Config, given: PythonObjects) -> list[Tool]:
     return load_tools([*config.tools.functions, *(given.get("tools") or ())])
 
 
-def _environment_tools(origin: EnvironmentSource) -> ToolSet:
+def _environment_tools(origin: EnvironmentSource) -> FunctionTools:
     """Return the tools of an environment class, as far as they are known without an instance."""
     factory = origin.load()
     tools = tools_of(factory, origin.setting).values() if isinstance(factory, type) else ()
-    return ToolSet(origin.setting, FunctionTools(list(tools)))
-
-
-def _loop(config: Config, tool_sets: list[ToolSet], stages: EnvironmentSessions | None) -> ToolLoop:
-    rollout = config.rollout
-    return ToolLoop(
-        tool_sets=tool_sets,
-        stages=stages,
-        limits=EpisodeLimits(
-            rollout.max_turns, rollout.max_calls, rollout.max_episode_tokens, rollout.max_seconds, rollout.max_tokens
-        ),
-        tool_limits=ToolLimits(config.tools.timeout_s, config.tools.max_result_chars),
-    )
+    return FunctionTools(list(tools), origin.setting)

@@ -20,9 +20,10 @@ import asyncio
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from outpace.errors import BadInput, ComponentFailed, RequestFailed, one_line
+from outpace.config import Config
+from outpace.errors import ComponentFailed, RequestFailed, one_line
 from outpace.models.chat import Schema, as_messages
 from outpace.models.chat_format import ChatFormat
 from outpace.protocols import Engine
@@ -36,9 +37,12 @@ from outpace.rollouts.conversation import (
     content_text,
     yield_to_loop,
 )
-from outpace.rollouts.episode import EpisodeTurns
-from outpace.rollouts.requests import ClientSettings, EpisodeRequests
+from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
+
+if TYPE_CHECKING:
+    from outpace.rollouts.gateway.server import Gateway
+
 
 POLICY = "policy"
 """Default role."""
@@ -50,18 +54,6 @@ RenderedPrompts = dict[Digest, list[int]]
 """Token ids of rendered conversation starts, by exact digest."""
 
 
-class EndpointProvider(Protocol):
-    """Opens HTTP endpoints for episodes; implemented by the gateway."""
-
-    async def open(self, client: PolicyClient, role: str) -> Endpoint: ...
-
-    async def close_session(self, client: PolicyClient) -> ComponentFailed | BadInput | None:
-        """Close all endpoints of the client. Returns the error that must end the run, if one occurred behind them."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class PolicyClient:
     """Implements `outpace.protocols.ModelClient` for one episode."""
 
@@ -69,25 +61,26 @@ class PolicyClient:
         self,
         engine: Engine,
         chat_format: ChatFormat,
-        settings: ClientSettings,
+        config: Config,
         order: GroupOrder,
         episode: int,
         openings: RenderedPrompts | None = None,
-        endpoint_provider: EndpointProvider | None = None,
-        turns: EpisodeTurns | None = None,
+        gateway: Gateway | None = None,
+        turns: RecordedTurns | None = None,
     ) -> None:
-        """`openings` is shared by the episodes of a group. `turns` are the recorded answers of this episode."""
+        """`openings` and `turns` are shared by the episodes of a group."""
         self.engine = engine
         self.chat_format = chat_format
-        self.max_tokens = settings.max_tokens
-        self.stop_strings = settings.stop_strings
+        assert config.rollout.max_tokens is not None, "the config must be resolved"
+        self.max_tokens = config.rollout.max_tokens
+        self.stop_strings = config.rollout.stop
         self.min_version: Version = order.min_version
         self.environment: object | None = None
-        self._endpoints = endpoint_provider
+        self._gateway = gateway
         self._sampler = TurnSampler(
             chat_format,
-            settings.system,
-            EpisodeRequests(engine, settings, order, episode, turns),
+            config.model.system_prompt,
+            EpisodeRequests(engine, config, order, episode, turns),
             ConversationIndex(chat_format, {} if openings is None else openings),
         )
         self._main = Conversation(self._sampler, POLICY)
@@ -144,9 +137,9 @@ class PolicyClient:
 
     async def endpoint(self, role: str = POLICY) -> Endpoint:
         self._sampler.requests.check_not_ended()
-        if self._endpoints is None:
+        if self._gateway is None:
             raise RequestFailed("endpoint: this client has no gateway")
-        return await self._endpoints.open(self, role)
+        return await self._gateway.open(self, role)
 
     @property
     def stop(self) -> StopReason:
@@ -212,11 +205,11 @@ class PolicyClient:
     def decode(self, tokens: Sequence[int]) -> str:
         return self.chat_format.decode(tokens)
 
-    async def abandon(self) -> ComponentFailed | BadInput | None:
+    async def abandon(self) -> ComponentFailed | None:
         """End the episode: close its endpoints, abort its in-flight requests and count their tokens.
 
         Returns the error that must end the run, if one occurred behind the endpoints. The caller must raise it."""
-        fatal = None if self._endpoints is None else await self._endpoints.close_session(self)
+        fatal = None if self._gateway is None else await self._gateway.close_session(self)
         await self._sampler.requests.abandon()
         return fatal
 

@@ -112,7 +112,7 @@ def role_names(messages: Sequence[Message]) -> str:
 class ConversationPosition:
     """Position of a request: after `parent`'s answer (None: at the start), with the tokens `observed` in between.
 
-    `context` is the conversation so far, with placeholders for the policy's answers. `shown` is its rendered text, if
+    `context` is the conversation so far, with placeholders for the policy's answers. `rendered` is its text, if
     the chat format provided it. `digest` and `marks` belong to the real conversation."""
 
     parent: Turn | None
@@ -126,7 +126,7 @@ class ConversationPosition:
 
 @dataclass
 class _KnownAnswer:
-    """An answer that a conversation may continue from. `shown` is the full text, so it is dropped once one does."""
+    """An answer that a conversation may continue from. `rendered` is the full text, dropped once one does."""
 
     turn: Turn
     context: tuple[Message, ...]
@@ -228,8 +228,8 @@ def render_continuation(
 ) -> Bridge | None:
     """Render `new` messages after a turn's answer and the tokens observed `after` it.
 
-    Returns None if the conversation cannot be continued exactly. `shown` is the text of the previous continuation, if
-    there was one."""
+    Returns None if the conversation cannot be continued exactly. `rendered` is the text of the previous continuation,
+    if there was one."""
     if any(message.get("role") == "assistant" for message in new):
         return None  # rendered assistant messages would look like sampled answers
     assert turn.generation is not None, "only an answered turn can be continued"

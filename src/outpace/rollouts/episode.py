@@ -8,19 +8,6 @@ because every other episode would fail the same way: `ComponentFailed` and `BadI
 Custom rollouts (`@outpace.rollout`): an async function takes the task and the client of its episode. A plain function
 takes the task and an OpenAI-compatible endpoint for its episode, and runs on a thread, where it may block.
 `single_turn` is the default: one prompt, one answer.
-
-Recorded answers: while a group is unfinished, its answers are logged so that a restarted group does not sample them
-again.
-
-    EpisodeRequests ─▶ EpisodeTurns.record ─▶ TurnLog
-    EpisodeRequests ◀─ EpisodeTurns.recall ◀─ GroupTurns.load ◀─ TurnLog
-
-A restarted rollout runs from the beginning and sends the same requests in the same order. Each request whose prompt is
-unchanged gets its recorded answer without calling the engine. If the environment behaves differently, the prompts
-differ and nothing matches.
-
-Invariant: a recorded answer is used only for the request it was sampled for, identified by the episode and the request
-number. Matching by prompt alone would bias sampling toward short answers, which are recorded first.
 """
 
 from __future__ import annotations
@@ -37,12 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from outpace.checkpoint.turn_log import RecordedAnswer, TurnLog, digest_request
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
 from outpace.protocols import ModelClient, Rollout
 from outpace.rollouts.transcript import trajectory_problem
 from outpace.runtime import async_tools
-from outpace.types import Episode, Generation, GroupOrder, Ints, Message, Sampling, Task, Trajectory
+from outpace.types import Episode, Message, Task, Trajectory
 
 if TYPE_CHECKING:
     from outpace.rollouts.client import PolicyClient
@@ -53,6 +39,7 @@ log = logging.getLogger(__name__)
 
 async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
     """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+    fatal: ComponentFailed | BadInput | None
     try:
         async with asyncio.timeout(timeout_s) as limit:
             returned = await rollout(task, client)
@@ -66,8 +53,7 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     except BaseException as error:  # user code may raise anything; report it as a failed episode
         if isinstance(error, GeneratorExit):
             raise
-        fatal = _fatal_error(error)
-        if fatal := await client.abandon() or fatal:
+        if fatal := await client.abandon() or _fatal_error(error):
             raise fatal from None
         if isinstance(error, TimeoutError) and limit.expired():
             return failed_episode(client, f"the episode took longer than rollout.timeout_s = {timeout_s:g} s")
@@ -166,66 +152,6 @@ def _checked(episode: Episode, client: PolicyClient) -> Episode:
         if fault := trajectory_problem(trajectory, client.min_version):
             return failed_episode(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")
     return episode
-
-
-class GroupTurns:
-    """Recorded answers of one group."""
-
-    def __init__(self, turns: TurnLog | None, order: GroupOrder) -> None:
-        """`turns` is None if recording is off."""
-        self._log = turns
-        self._order = order
-        self.episodes = [EpisodeTurns(turns, order, episode) for episode in range(order.size)]
-
-    async def load(self) -> None:
-        """Load the answers of an earlier attempt at this group, except those older than its `min_version`."""
-        if self._log is None or not self._order.recorded:
-            return
-        for head, answer in await asyncio.to_thread(self._log.find, self._order.position):
-            if head.episode < len(self.episodes) and head.oldest >= self._order.min_version:
-                self.episodes[head.episode].add(head, answer)
-
-    def close(self) -> None:
-        """Mark the recorded answers of the group as no longer needed."""
-        if self._log is not None:
-            self._log.close_group(self._order.position)
-            for episode in self.episodes:
-                episode.close()
-
-    @property
-    def reused(self) -> int:
-        return sum(episode.reused for episode in self.episodes)
-
-
-class EpisodeTurns:
-    """Recorded answers of one episode."""
-
-    def __init__(self, turns: TurnLog | None, order: GroupOrder, episode: int) -> None:
-        self._log = turns
-        self._order = order
-        self._episode = episode
-        self._known: dict[tuple[int, bytes], Generation] = {}  # by request number and request digest
-        self.reused = 0
-
-    def add(self, head: RecordedAnswer, answer: Generation) -> None:
-        """Add a recorded answer. If a request was recorded twice, the later answer replaces the earlier one."""
-        self._known[head.number, head.request_digest] = answer
-
-    def recall(self, number: int, prompt: Ints, sampling: Sampling) -> Generation | None:
-        """Return the recorded answer of this request, or None."""
-        if not self._known:
-            return None
-        answer = self._known.pop((number, digest_request(prompt, sampling)), None)
-        self.reused += answer is not None
-        return answer
-
-    def record(self, number: int, prompt: Ints, sampling: Sampling, answer: Generation) -> None:
-        if self._log is not None and answer.stop != "aborted":
-            self._log.record(self._order, self._episode, number, prompt, sampling, answer)
-
-    def close(self) -> None:
-        """Stop recording. Answers of abandoned requests may still arrive, and nothing would delete them later."""
-        self._log = None
 
 
 def rollout(function: Callable[..., Any]) -> Rollout:

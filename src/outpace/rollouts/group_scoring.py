@@ -13,15 +13,15 @@ Pure: no I/O.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from outpace.algorithms.advantages import is_uniform
 from outpace.algorithms.token_advantages import AdvantageSettings, compared_returns, group_advantages, with_advantages
+from outpace.config.algorithm import FilterConfig
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
 from outpace.rollouts.client import PolicyClient
@@ -48,20 +48,9 @@ MASKED_REASON = "not trained on: truncated (filter.truncated) or too long (filte
 
 
 @dataclass(frozen=True)
-class GroupFilter:
-    """Resolved `[filter]` settings. `longer_than` None means no limit."""
-
-    uniform: bool = True
-    tolerance: float = 1e-6
-    min_group: int = 2
-    truncated: Literal["train", "mask"] = "train"
-    longer_than: int | None = None
-
-
-@dataclass(frozen=True)
 class ScoringRules:
     credit: AdvantageSettings
-    filter: GroupFilter
+    filter: FilterConfig
 
 
 @dataclass(frozen=True)
@@ -73,6 +62,7 @@ class ScoredGroup:
 
 def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     """Decide whether the group can be trained on, and compute the advantages of its rows."""
+    assert rules.filter.min_group is not None, "the config must be resolved"
     succeeded = [episode for episode in episodes if episode.error is None]
     if reason := _too_few_reason(episodes, len(succeeded), rules.filter.min_group):
         return ScoredGroup("failed", reason, [])
@@ -91,18 +81,12 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     return ScoredGroup("finished", "", trained)
 
 
-def version_range(episodes: list[Episode]) -> tuple[int, int]:
+def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
     """Return the oldest and newest policy version among the sampled tokens."""
-    sampled = [
-        trajectory.versions[trajectory.mask]
-        for episode in episodes
-        for trajectory in episode.trajectories
-        if trajectory.mask.any()
-    ]
-    if not sampled:
+    versions = [each.versions[each.mask] for each in sampled if each.mask.any()]
+    if not versions:
         return OBSERVED, OBSERVED
-    versions = np.concatenate(sampled)
-    return int(versions.min()), int(versions.max())
+    return min(int(each.min()) for each in versions), max(int(each.max()) for each in versions)
 
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
@@ -135,7 +119,7 @@ def _rewards_of(succeeded: list[Episode]) -> tuple[list[float], list[dict[str, f
     return [episode.reward for episode in succeeded], [episode.rewards for episode in succeeded]
 
 
-def _is_trained_on(episode: Episode, rules: GroupFilter) -> bool:
+def _is_trained_on(episode: Episode, rules: FilterConfig) -> bool:
     if rules.truncated == "mask" and episode.stop in TRUNCATED_STOPS:
         return False
     return rules.longer_than is None or sampled_tokens(episode) <= rules.longer_than
@@ -179,7 +163,7 @@ def build_report(
 ) -> GroupReport:
     """Build the report sent to the controller: metadata and example episodes, but no training rows."""
     succeeded = [episode for episode in episodes if episode.error is None]
-    oldest, newest = version_range(succeeded)
+    oldest, newest = version_range(kept for episode in succeeded for kept in episode.trajectories)
     decode = clients[0].decode
     return GroupReport(
         group=order.group,
@@ -272,13 +256,13 @@ def _full_text(episode: Episode, decode: Decode) -> str:
 
 def _sampled(episode: Episode, decode: Decode, by_role: bool = False) -> str:
     """Return the text after the prompt of every trajectory."""
-    if not by_role:
-        return "\n".join(decode(_after_prompt(kept)) for kept in episode.trajectories if kept.mask.any())
-    return "\n".join(f"[{kept.role}] {decode(_after_prompt(kept))}" for kept in episode.trajectories if kept.mask.any())
+    sampled = [kept for kept in episode.trajectories if kept.mask.any()]
+    return "\n".join((f"[{kept.role}] " if by_role else "") + decode(after_prompt(kept)) for kept in sampled)
 
 
-def _after_prompt(trajectory: Trajectory) -> list[int]:
-    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist()
+def after_prompt(trajectory: Trajectory) -> list[int]:
+    """Return the token ids after the prompt: answers and the observations between them."""
+    ids: list[int] = trajectory.tokens[int(trajectory.mask.argmax()) :].tolist() if trajectory.mask.any() else []
     return ids
 
 

@@ -30,7 +30,7 @@ from outpace.monitoring.rollout_files import (
     RolloutWriter,
 )
 from outpace.rollouts.episode import total_return
-from outpace.rollouts.group_scoring import MASKED_REASON, row_of
+from outpace.rollouts.group_scoring import MASKED_REASON, row_of, version_range
 from outpace.runtime.wire import WireError
 from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, JournalLocation, Row, Task
 
@@ -97,7 +97,7 @@ class RolloutRecorder:
                 trained = [row for row in record.rows if row.episode == survivors]
                 survivors += 1
             rows = trained or attempt.untrained
-            oldest, newest = _version_range(rows)
+            oldest, newest = version_range(rows)
             attempt_outcome, attempt_reason = _attempt_outcome(attempt, outcome, reason, bool(trained))
             yield RecordedAttempt(
                 outcome=attempt_outcome,
@@ -163,11 +163,6 @@ def _source(sources: Sequence[str], observed: int, start: int) -> str:
     if start == 0:
         return "prompt"
     return sources[observed] if observed < len(sources) else "observation"
-
-
-def _version_range(rows: Sequence[Row]) -> tuple[int, int]:
-    versions = [int(version) for row in rows for version in row.versions[row.mask]]
-    return (min(versions), max(versions)) if versions else (-1, -1)
 
 
 def _mean_advantage(rows: Sequence[Row]) -> float | None:

@@ -1,7 +1,17 @@
 """Requests of one episode: reserve ids and seeds, send to the engine, and abandon what is still in flight at the end.
 
-Invariant: the tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine
-answers within `ABORT_GRACE_S`.
+While a group is unfinished, its answers are logged so that a restarted group does not sample them again. A restarted
+rollout runs from the beginning and sends the same requests in the same order. Each request whose prompt is unchanged
+gets its recorded answer without calling the engine. If the environment behaves differently, nothing matches.
+
+    EpisodeRequests ─▶ RecordedTurns.record ─▶ TurnLog
+    EpisodeRequests ◀─ RecordedTurns.recall ◀─ RecordedTurns.load ◀─ TurnLog
+
+Invariants
+- The tokens of an abandoned request are counted even if its caller is cancelled, provided that the engine answers
+  within `ABORT_GRACE_S`.
+- A recorded answer is used only for the request it was sampled for, identified by the episode and the request number.
+  Matching by prompt alone would bias sampling toward short answers, which are recorded first.
 """
 
 from __future__ import annotations
@@ -12,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outpace.checkpoint.turn_log import TurnLog, digest_request
+from outpace.config import Config
+from outpace.config.sections import RolloutConfig
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
-from outpace.rollouts.episode import EpisodeTurns
 from outpace.runtime.rng import request_seed
 from outpace.types import Generation, GroupOrder, Ints, Sampling
 
@@ -27,19 +39,6 @@ DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
-class ClientSettings:
-    """Sampling settings shared by all requests of a worker."""
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_strings: tuple[str, ...]
-    system: str | None
-    seed: int
-
-
-@dataclass(frozen=True)
 class ReservedRequest:
     """A request with its id and sampling seed, not sent yet."""
 
@@ -48,17 +47,59 @@ class ReservedRequest:
     sampling: Sampling
 
 
+class RecordedTurns:
+    """Recorded answers of one group. `log` is None if recording is off."""
+
+    def __init__(self, log: TurnLog | None, order: GroupOrder) -> None:
+        self._log = log
+        self._order = order
+        self._known: dict[tuple[int, int, bytes], Generation] = {}  # by episode, request number and request digest
+        self.reused = 0
+
+    async def load(self) -> None:
+        """Load the answers of an earlier attempt at this group, except those older than its `min_version`. If a request
+        was recorded twice, the later answer counts."""
+        if self._log is None or not self._order.recorded:
+            return
+        for head, answer in await asyncio.to_thread(self._log.find, self._order.position):
+            if head.oldest >= self._order.min_version:
+                self._known[head.episode, head.number, head.request_digest] = answer
+
+    def recall(self, episode: int, number: int, prompt: Ints, sampling: Sampling) -> Generation | None:
+        """Return the recorded answer of this request, or None."""
+        if not self._known:
+            return None
+        answer = self._known.pop((episode, number, digest_request(prompt, sampling)), None)
+        self.reused += answer is not None
+        return answer
+
+    def record(self, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation) -> None:
+        if self._log is not None and answer.stop != "aborted":
+            self._log.record(self._order, episode, number, prompt, sampling, answer)
+
+    def close(self) -> None:
+        """Mark the recorded answers as no longer needed, and stop recording: answers of abandoned requests may still
+        arrive, and nothing would delete them later."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.close_group(self._order.position)
+
+
 class EpisodeRequests:
     def __init__(
         self,
         engine: Engine,
-        settings: ClientSettings,
+        config: Config,
         order: GroupOrder,
         episode: int,
-        turns: EpisodeTurns | None = None,
+        turns: RecordedTurns | None = None,
     ) -> None:
         self._engine = engine
-        self._settings = settings
+        self._rollout = config.rollout
+        self._seed, self._temperature = config.run.seed, config.rollout.temperature
+        if order.heldout:
+            self._seed = config.eval.seed
+            self._temperature = self._temperature if config.eval.temperature is None else config.eval.temperature
         self._order = order
         self._episode = episode
         self._turns = turns
@@ -71,18 +112,18 @@ class EpisodeRequests:
     def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> ReservedRequest:
         """Assign the next id and seed. `overrides` replace sampling settings; in training, temperature, top_p and top_k
         must stay as configured."""
-        settings, number = self._settings, len(self.ids)
+        rollout, number = self._rollout, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
         if not self._order.heldout:
-            _check_distribution(settings, overrides)
+            _check_distribution(rollout, overrides)
         fields: dict[str, Any] = {
-            "max_tokens": settings.max_tokens,
-            "seed": request_seed(settings.seed, draw, self._episode, number),
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": settings.top_k,
+            "max_tokens": rollout.max_tokens,
+            "seed": request_seed(self._seed, draw, self._episode, number),
+            "temperature": self._temperature,
+            "top_p": rollout.top_p,
+            "top_k": rollout.top_k,
             "stop_ids": list(stop_ids),
-            "stop_strings": list(settings.stop_strings),
+            "stop_strings": list(rollout.stop),
         }
         sampling = Sampling(**(fields | overrides))
         prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
@@ -94,10 +135,10 @@ class EpisodeRequests:
         self.check_not_ended()
         if self._turns is None:
             return await self._generate(request, prompt)
-        answer = self._turns.recall(request.number, prompt, request.sampling)
+        answer = self._turns.recall(self._episode, request.number, prompt, request.sampling)
         if answer is None:
             answer = await self._generate(request, prompt)
-            self._turns.record(request.number, prompt, request.sampling, answer)
+            self._turns.record(self._episode, request.number, prompt, request.sampling, answer)
         return answer
 
     async def _generate(self, request: ReservedRequest, prompt: Ints) -> Generation:
@@ -156,9 +197,9 @@ class EpisodeRequests:
                 answer.cancel()
 
 
-def _check_distribution(settings: ClientSettings, overrides: dict[str, Any]) -> None:
+def _check_distribution(rollout: RolloutConfig, overrides: dict[str, Any]) -> None:
     for name in DISTRIBUTION_SETTINGS:
-        trained = getattr(settings, name)
+        trained = getattr(rollout, name)
         if overrides.get(name, trained) != trained:
             raise RequestFailed(
                 f"{name} = {overrides[name]} differs from rollout.{name} = {trained}; "

@@ -12,8 +12,7 @@ The `stop` reason of an episode is one of:
     aborted   the engine aborted the answer              seconds   rollout.max_seconds have passed
     context   the conversation no longer fits into the model's context
 
-`EpisodeLimits` holds these budgets, `EpisodeUsage` counts what an episode has used. Both are pure: the clock is
-injected and nothing waits.
+`EpisodeUsage` counts what an episode has used of these budgets. It is pure: the clock is injected and nothing waits.
 
 Invariants
 - Every call of an answer gets a result before the episode ends. Calls of a truncated answer do not run.
@@ -33,30 +32,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace.config.sections import RolloutConfig, ToolsConfig
 from outpace.errors import ContextFull
 from outpace.models.chat import as_messages
 from outpace.protocols import ModelClient
 from outpace.rollouts.environments.session import EnvironmentSession, EnvironmentSessions, reset_columns
-from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits, ToolSet
+from outpace.rollouts.tools.toolbox import Toolbox, ToolSource
 from outpace.types import Answer, Episode, Failure, Message, Task, ToolCall
-
-
-@dataclass(frozen=True)
-class EpisodeLimits:
-    """Budgets of one episode; None means no limit. Each budget's stop reason has the name of its field."""
-
-    turns: int = 8
-    calls: int | None = None
-    tokens: int | None = None
-    seconds: float | None = None
-    answer_tokens: int | None = None  # rollout.max_tokens; the remaining `tokens` may allow less
 
 
 @dataclass
 class EpisodeUsage:
     """Budget used by one episode. The time starts when this object is created."""
 
-    limits: EpisodeLimits
+    limits: RolloutConfig
     clock: Callable[[], float]
     turns: int = 0
     calls: int = 0
@@ -71,9 +60,9 @@ class EpisodeUsage:
 
         The call budget ends the episode only once it is exceeded, so the policy still sees the last allowed results."""
         limits = self.limits
-        if limits.calls is not None and self.calls > limits.calls:
+        if limits.max_calls is not None and self.calls > limits.max_calls:
             return "calls"
-        if self.turns >= limits.turns:
+        if self.turns >= limits.max_turns:
             return "turns"
         if self.tokens_left() <= 0:
             return "tokens"
@@ -85,20 +74,22 @@ class EpisodeUsage:
 
     def admit(self, calls: int) -> int:
         """Count the calls of an answer, and return how many of them are within the budget."""
-        left = math.inf if self.limits.calls is None else self.limits.calls - self.calls
+        left = math.inf if self.limits.max_calls is None else self.limits.max_calls - self.calls
         self.calls += calls
         return int(min(calls, max(left, 0)))
 
     def tokens_left(self) -> float:
-        return math.inf if self.limits.tokens is None else self.limits.tokens - self.tokens
+        limit = self.limits.max_episode_tokens
+        return math.inf if limit is None else limit - self.tokens
 
     def seconds_left(self) -> float:
-        return math.inf if self.limits.seconds is None else self.started + self.limits.seconds - self.clock()
+        limit = self.limits.max_seconds
+        return math.inf if limit is None else self.started + limit - self.clock()
 
     def max_tokens(self) -> int | None:
         """Return the token limit of the next answer if it is below rollout.max_tokens, else None."""
         left = self.tokens_left()
-        usual = math.inf if self.limits.answer_tokens is None else self.limits.answer_tokens
+        usual = math.inf if self.limits.max_tokens is None else self.limits.max_tokens
         return int(left) if left < usual else None
 
 
@@ -112,10 +103,10 @@ log = logging.getLogger(__name__)
 class ToolLoop:
     """Rollout (`outpace.protocols.Rollout`) with tools, an environment per episode, or both."""
 
-    tool_sets: Sequence[ToolSet] = ()
+    sources: Sequence[ToolSource] = ()
     stages: EnvironmentSessions | None = None
-    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
-    tool_limits: ToolLimits = field(default_factory=ToolLimits)
+    limits: RolloutConfig = field(default_factory=RolloutConfig)
+    tool_limits: ToolsConfig = field(default_factory=ToolsConfig)
     clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, client: ModelClient) -> Episode:
@@ -130,10 +121,10 @@ class ToolLoop:
 
     async def _episode(self, task: Task, client: ModelClient, stage: EnvironmentSession | None) -> Episode:
         opening = None if stage is None else await stage.reset(reset_columns(task))
-        environment_tools = [] if stage is None else [ToolSet("rollout.environment", stage, ordered=True)]
+        sources = self.sources if stage is None else [*self.sources, stage]
         episode = _ToolEpisode(
             client=client,
-            toolbox=Toolbox([*self.tool_sets, *environment_tools], self.tool_limits),
+            toolbox=Toolbox(sources, self.tool_limits),
             usage=EpisodeUsage(self.limits, self.clock),
             prompt=with_observation(as_messages(task.prompt), opening),
         )
@@ -176,7 +167,7 @@ class _ToolEpisode:
             self.no_answer_reason = str(error)
             return "context"
         except _TimeLimitReached:
-            self.no_answer_reason = f"no answer within rollout.max_seconds = {self.usage.limits.seconds:g} s"
+            self.no_answer_reason = f"no answer within rollout.max_seconds = {self.usage.limits.max_seconds:g} s"
             return "seconds"
 
     async def _answer(self) -> Answer:

@@ -27,22 +27,33 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from outpace.algorithms.token_advantages import advantage_settings
 from outpace.checkpoint.journal import JournalWriter
 from outpace.checkpoint.turn_log import TurnLog
+from outpace.config import Config
+from outpace.config.algorithm import configured_advantage
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
 from outpace.models.chat_format import ChatFormat
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import GradedCompletion, OverlongPenalty, apply_overlong_penalty, grade
+from outpace.rewards.grading import GradedCompletion, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
-from outpace.rollouts.client import EndpointProvider, PolicyClient, RenderedPrompts
-from outpace.rollouts.episode import GroupTurns, failed_episode, run_episode
-from outpace.rollouts.group_scoring import ScoredGroup, ScoringRules, build_report, count_sampled_tokens, score_group
+from outpace.rollouts.client import PolicyClient, RenderedPrompts
+from outpace.rollouts.episode import failed_episode, run_episode
+from outpace.rollouts.gateway.server import Gateway
+from outpace.rollouts.group_scoring import (
+    ScoredGroup,
+    ScoringRules,
+    after_prompt,
+    build_report,
+    count_sampled_tokens,
+    score_group,
+)
 from outpace.rollouts.recording import RolloutRecorder, attempt_records
-from outpace.rollouts.requests import ClientSettings
+from outpace.rollouts.requests import RecordedTurns
 from outpace.runtime import diagnostics, rng
 from outpace.runtime.async_tools import gather_or_cancel, is_own_cancellation
 from outpace.runtime.references import named_parameters
@@ -72,17 +83,6 @@ REUSED = "turns/reused"
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
-    client: ClientSettings
-    eval_seed: int
-    eval_temperature: float
-    episode_timeout_s: float
-    reward_timeout_s: float
-    scoring: ScoringRules
-    overlong: OverlongPenalty | None = None
-
-
-@dataclass(frozen=True)
 class RewardFunctions:
     """Named reward functions and their weights. Empty if the rollout returns the reward itself.
 
@@ -98,7 +98,7 @@ class RolloutWorker:
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        config: Config,
         engines: EngineFleet,
         chat_format: ChatFormat,
         train: TaskSource,
@@ -106,17 +106,21 @@ class RolloutWorker:
         rollout: Rollout,
         reward_functions: RewardFunctions,
         journal: JournalWriter,
-        endpoint_provider: EndpointProvider | None = None,
+        gateway: Gateway | None = None,
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
         turns: TurnLog | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        """The worker owns and closes `engines`, `endpoint_provider`, the reward process pool and everything in
+        """The worker owns and closes `engines`, `gateway`, the reward process pool and everything in
         `closers`. Without `turns`, answers of unfinished groups are not recorded. Without `recorder`, nothing is
         written to rollouts/."""
         weights = dict(zip((name for name, _ in reward_functions.functions), reward_functions.weights, strict=True))
-        self._scoring = replace(settings.scoring, credit=replace(settings.scoring.credit, weights=weights))
-        self._settings = settings
+        advantage = config.advantage
+        credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
+        self._scoring = ScoringRules(replace(credit, weights=weights), config.filter)
+        assert config.rollout.max_tokens is not None, "the config must be resolved"
+        self._max_tokens = config.rollout.max_tokens
+        self._config = config
         self._fleet = engines
         self._chat_format = chat_format
         self._train = train
@@ -127,16 +131,16 @@ class RolloutWorker:
             name for _, function in reward_functions.functions for name in named_parameters(function, ON_REQUEST)
         }
         self._journal = journal
-        self._endpoints = endpoint_provider
+        self._gateway = gateway
         self._closers = closers
         self._turns = turns
         self._recorder = recorder
-        self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, GroupTurns]] = {}
+        self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, RecordedTurns]] = {}
         self._dropped: set[int] = set()  # running groups cancelled by the controller
 
     async def run(self, order: GroupOrder) -> GroupReport:
         diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
-        turns = GroupTurns(None if order.heldout else self._turns, order)
+        turns = RecordedTurns(None if order.heldout else self._turns, order)
         clients = self._clients(order, turns)
         making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
         work = asyncio.create_task(making)
@@ -182,7 +186,7 @@ class RolloutWorker:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
         source = self._train if len(self._train) else self._heldout or ()  # a stream may not have begun
         prompts = [source[index].prompt for index in range(min(count, len(source)))] or [PROBE_PROMPT]
-        chats = [as_messages(prompt, self._settings.client.system) for prompt in prompts]
+        chats = [as_messages(prompt, self._config.model.system_prompt) for prompt in prompts]
         return [np.array(self._chat_format.open(chat), dtype=np.int32) for chat in chats]
 
     async def rng(self) -> bytes:
@@ -202,14 +206,14 @@ class RolloutWorker:
                 ending.push_async_callback(self._rewards.pool.close)
             for close in self._closers:
                 ending.push_async_callback(close)
-            if self._endpoints is not None:
-                ending.push_async_callback(self._endpoints.close)
+            if self._gateway is not None:
+                ending.push_async_callback(self._gateway.close)
             ending.push_async_callback(asyncio.to_thread, self._journal.close)
             if self._turns is not None:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.wait_until_ended)
 
-    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: GroupTurns) -> GroupReport:
+    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         await turns.load()
@@ -217,7 +221,7 @@ class RolloutWorker:
         diagnostics.crash_point("worker.episodes_done")
         graded = await self._graded(task, ended, clients)
         diagnostics.crash_point("worker.graded")
-        episodes = [apply_overlong_penalty(episode, self._settings.overlong) for episode in graded]
+        episodes = [apply_overlong_penalty(episode, self._max_tokens, self._config.rewards) for episode in graded]
         verdict = await asyncio.to_thread(score_group, episodes, self._scoring)  # may call a custom estimator
         diagnostics.crash_point("worker.closed")
         report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
@@ -266,21 +270,18 @@ class RolloutWorker:
         verdict = ScoredGroup("finished" if survivors else "failed", episodes[0].error or "", [])
         return build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
-    def _clients(self, order: GroupOrder, turns: GroupTurns) -> list[PolicyClient]:
+    def _clients(self, order: GroupOrder, turns: RecordedTurns) -> list[PolicyClient]:
         """Return one client per episode."""
-        settings = self._settings.client
-        if order.heldout:
-            settings = replace(settings, seed=self._settings.eval_seed, temperature=self._settings.eval_temperature)
         first_prompts: RenderedPrompts = {}
         return [
             PolicyClient(
-                self._fleet, self._chat_format, settings, order, index, first_prompts, self._endpoints, recorded
+                self._fleet, self._chat_format, self._config, order, index, first_prompts, self._gateway, turns
             )
-            for index, recorded in enumerate(turns.episodes)
+            for index in range(order.size)
         ]
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
-        limit = self._settings.episode_timeout_s
+        limit = self._config.rollout.timeout_s
         return await gather_or_cancel(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
     async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
@@ -295,7 +296,7 @@ class RolloutWorker:
                 [task.prompt] * len(ended),
                 [episode.completion for episode in ended],
                 {name: [value] * len(ended) for name, value in task.columns.items()},
-                self._settings.reward_timeout_s,
+                self._config.rewards.timeout_s,
                 self._rewards.pool,
                 (task, ended),
                 self._requested_values(episodes, clients),
@@ -316,7 +317,9 @@ class RolloutWorker:
         ended = [(episode, client) for episode, client in zip(episodes, clients, strict=True) if episode.error is None]
         given: dict[str, list[Any]] = {}
         if "completion_ids" in self._requested_arguments:
-            given["completion_ids"] = [_completion_ids(episode) for episode, _ in ended]
+            given["completion_ids"] = [
+                after_prompt(episode.trajectories[0]) if episode.trajectories else [] for episode, _ in ended
+            ]
         if "environments" in self._requested_arguments:
             given["environments"] = [client.environment for _, client in ended]
         return given
@@ -330,12 +333,6 @@ class RolloutWorker:
             return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
-
-
-def _completion_ids(episode: Episode) -> list[int]:
-    """Return the token ids after the prompt of the first trajectory: answers and the observations between them."""
-    kept = episode.trajectories[0] if episode.trajectories else None
-    return kept.tokens[int(kept.mask.argmax()) :].tolist() if kept is not None and kept.mask.any() else []
 
 
 def _has_trajectory_rewards(episode: Episode) -> bool:

@@ -313,7 +313,7 @@ def _worker(
     if train is None or isinstance(train, TaskStream):
         train = StreamedTasks(settings.journal / STREAM_FILE)
     return RolloutWorker(
-        settings=_worker_settings(config),
+        config=config,
         engines=EngineFleet(peers, connect=connect, decode=decode),
         chat_format=chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
@@ -321,7 +321,7 @@ def _worker(
         rollout=assembled.rollout,
         reward_functions=build_reward_functions(config, given.get("rewards")),
         journal=JournalWriter(settings.journal, name),
-        endpoint_provider=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
+        gateway=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
         closers=assembled.closers,
         turns=_turn_log(config, settings.journal, name),
         recorder=_recorder(config, settings, decode),
@@ -362,45 +362,3 @@ def build_reward_functions(config: Config, given: list[Any] | None) -> Any:
     in_graders = isolated_sources(functions, rewards.isolation, rewards.functions if given is None else None)
     pool = GraderPool(in_graders, rewards.workers, rewards.memory_mb) if in_graders else None
     return RewardFunctions(functions, rewards.weights or [1.0] * len(functions), pool)
-
-
-def _worker_settings(config: Config) -> Any:
-    from outpace.algorithms.token_advantages import advantage_settings
-    from outpace.config.algorithm import configured_advantage
-    from outpace.rewards.grading import OverlongPenalty
-    from outpace.rollouts.group_scoring import GroupFilter, ScoringRules
-    from outpace.rollouts.requests import ClientSettings
-    from outpace.rollouts.worker import WorkerSettings
-
-    rollout, advantage, rewards, filters = config.rollout, config.advantage, config.rewards, config.filter
-    assert rollout.max_tokens is not None, "the config must be resolved"
-    assert filters.uniform is not None, "the config must be resolved"
-    assert filters.min_group is not None, "the config must be resolved"
-    return WorkerSettings(
-        client=ClientSettings(
-            max_tokens=rollout.max_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_strings=tuple(rollout.stop),
-            system=config.model.system_prompt,
-            seed=config.run.seed,
-        ),
-        eval_seed=config.eval.seed,
-        eval_temperature=rollout.temperature if config.eval.temperature is None else config.eval.temperature,
-        episode_timeout_s=rollout.timeout_s,
-        reward_timeout_s=rewards.timeout_s,
-        scoring=ScoringRules(
-            advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma),
-            GroupFilter(
-                uniform=filters.uniform,
-                tolerance=filters.tolerance if filters.uniform else 0.0,
-                min_group=filters.min_group,
-                truncated=filters.truncated,
-                longer_than=filters.longer_than,
-            ),
-        ),
-        overlong=OverlongPenalty(rollout.max_tokens, rewards.overlong_buffer, rewards.overlong_penalty)
-        if rewards.overlong_buffer
-        else None,
-    )

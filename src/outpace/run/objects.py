@@ -180,7 +180,7 @@ class Registered:
 
 def registered_for_worker(config: Config) -> Registered | None:
     """Return the registered functions that a rollout worker needs, or None if there are none."""
-    name, own = config.tasks.name, tasks.user_tasks()
+    name, own = config.tasks.name, tasks.REGISTERED
     return _unless_empty(
         Registered(
             tasks={name: own[name]} if name in own else {},

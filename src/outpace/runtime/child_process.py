@@ -163,6 +163,15 @@ async def pipe_reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.Re
     return stream, transport
 
 
+async def write_input(stream: asyncio.StreamWriter | None, data: bytes) -> None:
+    """Write `data` to the stdin of a program as far as the program reads it, then close the stream."""
+    assert stream is not None, "the program was started with a stdin pipe"
+    with suppress(ConnectionError):  # a program need not read its input
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
 MAX_OUTPUT = 64 * 1024
 """Bytes of output that are kept per call."""
 DROP_PAUSE_S = 0.01

@@ -38,10 +38,6 @@ class Puzzle(NamedTuple):
         return f"{' '.join(map(str, self.numbers))}={self.target}"
 
 
-def puzzle_hash(puzzle: Puzzle) -> int:
-    return stable_hash(puzzle.text())
-
-
 def puzzle_split(puzzle: Puzzle) -> Split:
     return split_by_hash(puzzle.text(), HELDOUT_ONE_IN)
 
@@ -95,7 +91,8 @@ def _walk(split: Split, seed: int, length: int) -> tuple[int, int]:
 @cache
 def _puzzles(split: Split) -> tuple[Puzzle, ...]:
     """Return the puzzles of a split, sorted by hash so that every stride visits them in an arbitrary order."""
-    return tuple(sorted((puzzle for puzzle in _all_puzzles() if puzzle_split(puzzle) == split), key=puzzle_hash))
+    puzzles = (puzzle for puzzle in _all_puzzles() if puzzle_split(puzzle) == split)
+    return tuple(sorted(puzzles, key=lambda puzzle: stable_hash(puzzle.text())))
 
 
 def _all_puzzles() -> Iterator[Puzzle]:

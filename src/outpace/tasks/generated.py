@@ -59,12 +59,9 @@ class ShuffledTasks(Generic[Problem]):
         return len(self._problems)
 
     def __getitem__(self, index: int) -> Task:
-        return self._as_task(self.problem(index))
-
-    def problem(self, index: int) -> Problem:
         if not 0 <= index < len(self):
             raise IndexError(f"{self._name}: task {index} is out of range ({plural(len(self), 'task')})")
-        return self._problems[index]
+        return self._as_task(self._problems[index])
 
 
 MAX_EXPRESSION_LENGTH = 256

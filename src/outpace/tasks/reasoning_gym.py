@@ -16,7 +16,6 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from outpace.config import Config
 from outpace.errors import BadInput, one_line, plural
 from outpace.protocols import TaskSource
 from outpace.runtime.references import closest_names
-from outpace.tasks.generated import Split, split_by_hash
+from outpace.tasks.generated import Split, split_by_hash, stable_hash
 from outpace.types import Task
 
 PREFIX = "reasoning_gym"
@@ -57,7 +56,8 @@ class ReasoningGymTasks:
     def __init__(self, name: str, split: Split, seed: int, size: int, options: Mapping[str, Any]) -> None:
         self._arguments = (name, split, seed, size, dict(options))
         self._name, self._split, self._size, self._options = name, split, size, dict(options)
-        self._first_seed = _first_seed(name, split, seed)
+        # Hashed: generators add index and seed, so neighboring seeds would give nearly the same tasks.
+        self._first_seed = stable_hash(f"{name}/{split}/{seed}") % SEEDS_PER_SPLIT
         self._generators: list[Any] = []
         self._lock = threading.Lock()
         self[0]  # report invalid options now
@@ -101,12 +101,6 @@ class ReasoningGymTasks:
             "source": self._name,
             "options": self._options,
         }
-
-
-def _first_seed(name: str, split: Split, seed: int) -> int:
-    """Hash the seed. Generators add index and seed, so neighboring seeds would give nearly the same tasks."""
-    digest = blake2b(f"{name}/{split}/{seed}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % SEEDS_PER_SPLIT
 
 
 # -------------------------------------------------------------------------------------------------- reasoning-gym API

@@ -6,8 +6,8 @@ None if nothing is held out. `tasks.name` may also be `package.module:function`,
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource, TaskStream
-from outpace.runtime.references import is_reference, load_function
+from outpace.runtime.references import closest_names, is_reference, load_function
 from outpace.tasks.dataset import JSONL_SUFFIXES, TaskSubset, open_dataset
 from outpace.tasks.fingerprint import Indices, content_digest
 from outpace.types import Task
@@ -23,7 +23,16 @@ from outpace.types import Task
 TaskSources = tuple[TaskSource, TaskSource | None]
 TaskFactory = Callable[[Config], TaskSources]
 
-_factories: dict[str, TaskFactory] = {}
+REGISTERED: dict[str, TaskFactory] = {}
+"""Tasks registered by the user."""
+
+BUILT_IN = {
+    "countdown": "outpace.tasks.countdown:Countdown",
+    "arithmetic": "outpace.tasks.generated:arithmetic_tasks",
+    "calculator": "outpace.tasks.generated:calculator_tasks",
+    "guess": "outpace.tasks.generated:guess_tasks",
+}
+"""Built-in tasks: each a function of split and seed, imported on first use."""
 
 TASK_PACKAGES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
 """Task packages: `tasks.name` is `<package>/<task>`."""
@@ -40,18 +49,13 @@ def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
     it."""
 
     def decorator(factory: TaskFactory) -> TaskFactory:
-        before = _factories.get(name, factory)
-        if (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
+        before = REGISTERED.get(name, factory)
+        if name in BUILT_IN or (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
             raise ValueError(f"a task named {name!r} is already registered; use another name")
-        _factories[name] = factory
+        REGISTERED[name] = factory
         return factory
 
     return decorator
-
-
-def user_tasks() -> dict[str, TaskFactory]:
-    """Return the tasks that the user registered."""
-    return {name: factory for name, factory in _factories.items() if not factory.__module__.startswith("outpace.")}
 
 
 def open_tasks(config: Config) -> TaskSources:
@@ -130,36 +134,15 @@ def _factory(name: str) -> TaskFactory:
         return load_function(name, "tasks.name")
     if is_package_task(name):
         return load_function(TASK_PACKAGES[name.partition("/")[0]], "tasks.name")
-    if name not in _factories:
-        close = difflib.get_close_matches(name, _factories, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(sorted(_factories))}"
+    if name in BUILT_IN:
+        return partial(_open_built_in, load_function(BUILT_IN[name], "tasks.name"))
+    if name not in REGISTERED:
+        known = sorted((*BUILT_IN, *REGISTERED))
+        close = closest_names(name, known)
+        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
         raise BadInput(f"tasks.name: unknown task {name!r}; {hint}")
-    return _factories[name]
+    return REGISTERED[name]
 
 
-@register("countdown")
-def _countdown(config: Config) -> TaskSources:
-    from outpace.tasks.countdown import Countdown
-
-    return Countdown("train", config.run.seed), Countdown("heldout", config.eval.seed)
-
-
-@register("arithmetic")
-def _arithmetic(config: Config) -> TaskSources:
-    from outpace.tasks.generated import arithmetic_tasks
-
-    return arithmetic_tasks("train", config.run.seed), arithmetic_tasks("heldout", config.eval.seed)
-
-
-@register("calculator")
-def _calculator(config: Config) -> TaskSources:
-    from outpace.tasks.generated import calculator_tasks
-
-    return calculator_tasks("train", config.run.seed), calculator_tasks("heldout", config.eval.seed)
-
-
-@register("guess")
-def _guess(config: Config) -> TaskSources:
-    from outpace.tasks.generated import guess_tasks
-
-    return guess_tasks("train", config.run.seed), guess_tasks("heldout", config.eval.seed)
+def _open_built_in(make: Callable[[str, int], TaskSource], config: Config) -> TaskSources:
+    return make("train", config.run.seed), make("heldout", config.eval.seed)

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from outpace.config.sections import RolloutConfig
 from outpace.errors import BadInput
 from outpace.rollouts.adapters.gymnasium import EPISODE_OVER, text_environment, without_escapes
-from outpace.rollouts.environments.session import EnvironmentSessions, EnvironmentSource
+from outpace.rollouts.environments.session import EnvironmentSource
 from outpace.rollouts.episode import run_episode
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop
+from outpace.rollouts.tool_loop import ToolLoop
 from outpace.rollouts.tools.functions import tools_of
 from outpace.runtime import by_value
 from outpace.types import Task
+from rollouts_support import environment_sessions
 from support import naming
 
 gymnasium = pytest.importorskip("gymnasium")
@@ -68,7 +70,7 @@ async def test_the_gymnasium_environment_is_closed_with_its_instance(reuse: bool
         def close(self) -> None:
             opened.remove(id(self))
 
-    sessions = EnvironmentSessions(
+    sessions = environment_sessions(
         {"": EnvironmentSource("environment", factory=text_environment(Counted))}, reuse=reuse
     )
     assert not opened, "the instance created to read the spaces is closed"
@@ -201,11 +203,11 @@ async def test_an_environment_named_in_a_file_runs_a_whole_episode(
     (tmp_path / "my_lake.py").write_text(FILE)
     calls = [json.dumps({"name": "act", "arguments": {"action": direction}}) for direction in WAY_TO_THE_GOAL]
     engine = make_engine([*(f"<tool_call>{call}</tool_call>" for call in calls), "There."])
-    sessions = EnvironmentSessions(
+    sessions = environment_sessions(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation
     )
     try:
-        rollout = ToolLoop(stages=sessions, limits=EpisodeLimits(turns=10))
+        rollout = ToolLoop(stages=sessions, limits=RolloutConfig(max_turns=10))
         client = make_client(engine, max_tokens=200, stop_strings=())
         episode = await run_episode(rollout, Task("lake", "Walk to G.\n", {"seed": 0}), client, 60)
     finally:

@@ -13,9 +13,10 @@ import pytest
 from outpace.errors import BadInput
 from outpace.rollouts.adapters.gymnasium import EPISODE_OVER
 from outpace.rollouts.adapters.openenv import OpenEnvError, observation_text, openenv_environment
-from outpace.rollouts.environments.session import EnvironmentSessions, EnvironmentSource
+from outpace.rollouts.environments.session import EnvironmentSource
 from outpace.rollouts.tools.functions import ToolError, tools_of
 from outpace.types import Task
+from rollouts_support import environment_sessions
 
 pytest.importorskip("aiohttp")
 
@@ -186,7 +187,7 @@ async def test_an_environment_named_in_a_file_works_in_a_run(
     (tmp_path / "my_shop.py").write_text(
         f"from outpace.rollouts.adapters.openenv import openenv_environment\nShop = openenv_environment({url!r})\n"
     )
-    sessions = EnvironmentSessions(
+    sessions = environment_sessions(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_shop.py:Shop")}, isolation=isolation
     )
     try:

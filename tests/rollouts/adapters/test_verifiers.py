@@ -45,7 +45,7 @@ def make_episode(
     """Makes the client of an episode whose policy always gives the same answer."""
 
     def made(answer: str | Exception) -> Any:
-        return make_client(make_engine(lambda episode, turn: answer), endpoint_provider=gateway)
+        return make_client(make_engine(lambda episode, turn: answer), gateway=gateway)
 
     return made
 

@@ -12,19 +12,20 @@ from typing import Any, ClassVar
 
 import pytest
 
+from outpace.config.sections import RolloutConfig
 from outpace.errors import BadInput, ComponentFailed
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.environments.session import (
     SINGLE_KIND,
-    EnvironmentSessions,
     EnvironmentSource,
     all_give_rewards,
     check_kinds,
 )
 from outpace.rollouts.episode import run_episode
-from outpace.rollouts.tool_loop import EpisodeLimits, ToolLoop, with_observation
+from outpace.rollouts.tool_loop import ToolLoop, with_observation
 from outpace.rollouts.tools.functions import tools_of
 from outpace.types import OBSERVED, Episode, Task
+from rollouts_support import environment_sessions
 from support import naming
 
 
@@ -32,8 +33,8 @@ def kind(factory: Callable[[], object]) -> dict[str, EnvironmentSource]:
     return {SINGLE_KIND: EnvironmentSource("environment", factory=factory)}
 
 
-def as_rollout(factory: Callable[[], object], limits: EpisodeLimits) -> ToolLoop:
-    return ToolLoop(stages=EnvironmentSessions(kind(factory)), limits=limits)
+def as_rollout(factory: Callable[[], object], limits: RolloutConfig) -> ToolLoop:
+    return ToolLoop(stages=environment_sessions(kind(factory)), limits=limits)
 
 
 TASK = Task("t1", "Find the number.", {"secret": 7, "colour": "red"})
@@ -102,7 +103,7 @@ def play(make_engine: Any, make_client: Callable[..., PolicyClient], tokenizer: 
         end = (with_tokenizer or tokenizer).eos_token
         script = [answer + end if isinstance(answer, str) else answer for answer in answers]
         engine = make_engine(script, with_tokenizer)
-        rollout = as_rollout(environment, EpisodeLimits(turns))
+        rollout = as_rollout(environment, RolloutConfig(max_turns=turns))
         return await run_episode(rollout, task, make_client(engine, with_tokenizer=with_tokenizer), 60.0), engine
 
     return run
@@ -242,14 +243,14 @@ async def test_a_truncated_answer_ends_the_episode_without_running_its_calls(
 ) -> None:
     engine = make_engine([call("guess", number=7)])
     engine.stop = "length"
-    episode = await run_episode(as_rollout(Guessing, EpisodeLimits()), TASK, make_client(engine), 60.0)
+    episode = await run_episode(as_rollout(Guessing, RolloutConfig()), TASK, make_client(engine), 60.0)
     assert (episode.stop, contents(episode, "tool")) == ("length", [])
 
 
 async def test_every_episode_has_its_own_environment_instance(play: Play, make_engine: Any, make_client: Any) -> None:
     Guessing.made.clear()
     engine = make_engine(lambda episode, turn: [call("guess", number=episode) + "<|end|>", "done<|end|>"][turn])
-    rollout = as_rollout(Guessing, EpisodeLimits())
+    rollout = as_rollout(Guessing, RolloutConfig())
     await asyncio.gather(*(run_episode(rollout, TASK, make_client(engine, episode=n), 60.0) for n in range(3)))
     assert sorted(environment.guesses for environment in Guessing.made) == [[0], [1], [2]]
 
@@ -289,7 +290,7 @@ async def test_a_hanging_tool_is_ended_by_the_episode_time_limit(make_engine: An
             release.wait()
 
     client = make_client(make_engine([call("wait") + "<|end|>"]))
-    episode = await run_episode(as_rollout(Hanging, EpisodeLimits()), TASK, client, 0.05)
+    episode = await run_episode(as_rollout(Hanging, RolloutConfig()), TASK, client, 0.05)
     release.set()
     assert re.search(naming("rollout.timeout_s", "0.05 s"), episode.error or "")
 

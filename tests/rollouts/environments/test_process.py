@@ -18,7 +18,6 @@ from outpace.errors import BadInput
 from outpace.rollouts.environments.session import (
     EnvironmentDied,
     EnvironmentFailed,
-    EnvironmentLimits,
     EnvironmentSession,
     EnvironmentSessions,
     EnvironmentSource,
@@ -27,6 +26,7 @@ from outpace.rollouts.environments.session import (
 from outpace.rollouts.tools.functions import ToolError
 from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.types import Task
+from rollouts_support import environment_sessions
 from runtime_support import is_gone, noted_pids, until
 from support import naming
 
@@ -51,9 +51,7 @@ def inventory() -> tuple[int, int, int]:
 async def sessions() -> AsyncIterator[EnvironmentSessions]:
     """Kept for all tests of the module, as a worker keeps them for all its episodes."""
     before = inventory()
-    kept = EnvironmentSessions(
-        {"maze": source()}, limits=EnvironmentLimits(timeout_s=20.0, call_timeout_s=1.0), isolation="process"
-    )
+    kept = environment_sessions({"maze": source()}, timeout_s=20.0, call_timeout_s=1.0, isolation="process")
     yield kept
     await kept.close()
     assert inventory() == before
@@ -134,9 +132,7 @@ async def test_no_child_process_survives_its_environment(sessions: EnvironmentSe
 
 async def test_a_cancelled_episode_ends_its_process_at_once(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    sessions = EnvironmentSessions(
-        {"": source()}, isolation="process", spare=0, limits=EnvironmentLimits(call_timeout_s=600.0)
-    )
+    sessions = environment_sessions({"": source()}, isolation="process", spare=0, call_timeout_s=600.0)
     session = await opened(sessions, note)
     hanging = asyncio.create_task(session.call("hang", {}))
     (pid,) = await noted_pids(note)
@@ -149,7 +145,7 @@ async def test_a_cancelled_episode_ends_its_process_at_once(tmp_path: Path) -> N
 
 async def test_cancelling_an_episode_while_its_process_starts_leaves_no_process() -> None:
     before = inventory()
-    sessions = EnvironmentSessions({"": source()}, isolation="process", spare=0)
+    sessions = environment_sessions({"": source()}, isolation="process", spare=0)
     for turns in range(4):
         opening = asyncio.create_task(sessions.open(TASK))
         for _ in range(turns * 5):
@@ -166,7 +162,7 @@ async def test_cancelling_an_episode_while_its_process_starts_leaves_no_process(
 async def test_close_ends_running_episodes(tmp_path: Path) -> None:
     before = inventory()
     note = tmp_path / "note"
-    sessions = EnvironmentSessions({"": source()}, isolation="process", spare=0)
+    sessions = environment_sessions({"": source()}, isolation="process", spare=0)
     session = await opened(sessions, note)
     hanging = asyncio.create_task(session.call("hang", {}))
     await noted_pids(note)
@@ -207,7 +203,7 @@ async def test_excessive_output_is_truncated(sessions: EnvironmentSessions, caps
 
 
 async def test_memory_mb_limits_the_memory_of_the_process() -> None:
-    sessions = EnvironmentSessions({"": source()}, isolation="process", spare=0, memory_mb=1024)
+    sessions = environment_sessions({"": source()}, isolation="process", spare=0, memory_mb=1024)
     session = await opened_single(sessions)
     with pytest.raises(ToolError, match=naming("devour", "MemoryError")):
         await session.call("devour", {})
@@ -217,7 +213,7 @@ async def test_memory_mb_limits_the_memory_of_the_process() -> None:
 
 
 async def test_an_oversized_result_is_a_tool_error() -> None:
-    sessions = EnvironmentSessions({"": source("Talking")}, isolation="process", spare=0)
+    sessions = environment_sessions({"": source("Talking")}, isolation="process", spare=0)
     session = await sessions.open(TASK)
     await session.reset({})
     with pytest.raises(ToolError, match=naming("give_too_much", "40000005", "33554432")):
@@ -227,7 +223,7 @@ async def test_an_oversized_result_is_a_tool_error() -> None:
 
 
 async def test_the_traceback_of_the_environment_process_is_kept() -> None:
-    sessions = EnvironmentSessions({"": source("Unfit")}, isolation="process", spare=0)
+    sessions = environment_sessions({"": source("Unfit")}, isolation="process", spare=0)
     session = await sessions.open(TASK)
     with pytest.raises(EnvironmentFailed) as caught:
         await session.reset({"how": "reset raises"})
@@ -250,7 +246,7 @@ async def test_a_local_class_is_sent_to_the_process_by_value() -> None:
             """Say it aloud."""
             return text.upper()
 
-    sessions = EnvironmentSessions({"": EnvironmentSource("environment", factory=Local)}, isolation="process", spare=0)
+    sessions = environment_sessions({"": EnvironmentSource("environment", factory=Local)}, isolation="process", spare=0)
     session = await sessions.open(TASK)
     observation = await session.reset({})
     assert observation is not None
@@ -273,7 +269,7 @@ async def test_a_column_that_cannot_be_copied_fails_the_episode_and_names_the_wo
 async def test_a_class_that_fails_to_import_in_the_process_is_bad_input(tmp_path: Path) -> None:
     before = inventory()
     (tmp_path / "picky.py").write_text("raise OSError('not here')\n")
-    sessions = EnvironmentSessions(
+    sessions = environment_sessions(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/picky.py:Picky")}, isolation="process", spare=0
     )
     for _ in range(2):

@@ -11,7 +11,6 @@ from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.rollouts.environments.session import (
     SINGLE_KIND,
-    EnvironmentSessions,
     EnvironmentSource,
     UnknownEnvironmentKind,
     all_give_rewards,
@@ -20,6 +19,7 @@ from outpace.rollouts.environments.session import (
     resolve_kinds,
 )
 from outpace.types import Task
+from rollouts_support import environment_sessions
 from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
@@ -110,7 +110,7 @@ async def test_a_task_without_a_known_kind_is_named_at_start_up_and_during_the_r
         check_kinds(several, "environment", task)
     assert str(refused.value).startswith("environment.column: ")
     with pytest.raises(UnknownEnvironmentKind, match=naming("t7", *words)):
-        await EnvironmentSessions(several).open(task)
+        await environment_sessions(several).open(task)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_all_give_rewards_requires_get_reward_in_every_kind() -> None:
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 async def test_every_episode_has_the_tools_and_the_state_of_its_own_kind(isolation: Any) -> None:
-    sessions = EnvironmentSessions(sources(maze=Maze, guess=Guess), isolation=isolation, spare=0)
+    sessions = environment_sessions(sources(maze=Maze, guess=Guess), isolation=isolation, spare=0)
     maze = await sessions.open(Task("t1", "p", {"environment": "maze"}))
     guess = await sessions.open(Task("t2", "p", {"environment": "guess"}))
     assert await maze.reset({"size": 3, "environment": "maze"}) == "a maze of 3"

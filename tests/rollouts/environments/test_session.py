@@ -15,11 +15,11 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput
 from outpace.rollouts.environments.session import (
     EnvironmentDied,
     EnvironmentFailed,
-    EnvironmentLimits,
     EnvironmentSession,
     EnvironmentSessions,
     EnvironmentSource,
@@ -27,8 +27,9 @@ from outpace.rollouts.environments.session import (
     reset_columns,
 )
 from outpace.rollouts.tools.functions import ToolError, result_text
-from outpace.rollouts.tools.toolbox import Toolbox, ToolLimits, ToolSet
+from outpace.rollouts.tools.toolbox import Toolbox
 from outpace.types import Task, ToolCall
+from rollouts_support import environment_sessions
 from support import naming
 
 FILE = Path(__file__).parent / "unruly.py"
@@ -58,7 +59,7 @@ async def make_sessions(request: Any) -> AsyncIterator[MakeSessions]:
         key = f"{environment} {settings}"
         if key not in made:
             source = EnvironmentSource("rollout.environment", f"{FILE}:{environment}")
-            made[key] = EnvironmentSessions({"": source}, isolation=request.param, spare=0, **settings)
+            made[key] = environment_sessions({"": source}, isolation=request.param, spare=0, **settings)
         return made[key]
 
     yield make
@@ -271,7 +272,7 @@ async def test_concurrent_episodes_never_share_an_instance(make_sessions: MakeSe
 
 @pytest.mark.parametrize("reuse", [False, True])
 async def test_an_instance_with_a_timed_out_call_is_not_reused(make_sessions: MakeSessions, reuse: bool) -> None:
-    sessions = make_sessions("Faulty", reuse=reuse, limits=EnvironmentLimits(call_timeout_s=0.2))
+    sessions = make_sessions("Faulty", reuse=reuse, call_timeout_s=0.2)
     session = await sessions.open(task())
     await session.reset({})
     with pytest.raises(EnvironmentTimeout, match=naming("hang_on_the_loop", "tools.timeout_s", "0.2 s")):
@@ -308,12 +309,10 @@ class Busy:
 
 
 async def test_no_method_starts_while_a_timed_out_method_still_runs() -> None:
-    sessions = EnvironmentSessions(
-        {"": EnvironmentSource("environment", factory=Busy)}, limits=EnvironmentLimits(call_timeout_s=0.05)
-    )
+    sessions = environment_sessions({"": EnvironmentSource("environment", factory=Busy)}, call_timeout_s=0.05)
     session = await sessions.open(task())
     await session.reset({})
-    box = Toolbox([ToolSet("environment", session, ordered=True)], ToolLimits())
+    box = Toolbox([session], ToolsConfig())
     with pytest.raises(EnvironmentTimeout, match=naming("work", "tools.timeout_s")):
         await box.run([ToolCall(name, name, "{}") for name in ("work", "look")], 2, lambda: math.inf)
     for method in (session.call("look", {}), session.reward()):
@@ -330,9 +329,7 @@ async def test_a_cancelled_call_that_times_out_later_reports_no_unhandled_except
     unhandled: list[dict[str, Any]] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: unhandled.append(context))
-    sessions = EnvironmentSessions(
-        {"": EnvironmentSource("environment", factory=Busy)}, limits=EnvironmentLimits(call_timeout_s=0.05)
-    )
+    sessions = environment_sessions({"": EnvironmentSource("environment", factory=Busy)}, call_timeout_s=0.05)
     session = await sessions.open(task())
     try:
         working = asyncio.create_task(session.call("work", {}))
@@ -352,7 +349,7 @@ async def test_a_cancelled_call_that_times_out_later_reports_no_unhandled_except
 
 
 async def test_creation_and_reset_have_their_own_time_limit(make_sessions: MakeSessions) -> None:
-    session = await make_sessions("Faulty", limits=EnvironmentLimits(timeout_s=0.5)).open(task())
+    session = await make_sessions("Faulty", timeout_s=0.5).open(task())
     with pytest.raises(EnvironmentTimeout, match=naming("reset", "environment.timeout_s", "0.5 s")):
         await session.reset({"fault": "hang"})
     await session.close()

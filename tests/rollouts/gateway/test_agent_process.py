@@ -27,7 +27,7 @@ from outpace.rollouts.episode import run_episode
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker
 from outpace.runtime.child_process import MAX_OUTPUT
 from outpace.types import GroupOrder, Task
-from rollouts_support import RecordingJournal, worker_settings
+from rollouts_support import RecordingJournal
 from support import naming
 
 AGENT = [sys.executable, str(Path(__file__).parent / "agent_program.py")]
@@ -46,7 +46,7 @@ def client_of(gateway: Any, tokenizer: Any, make_settings: Any) -> Callable[...,
     def make(engine: Any) -> PolicyClient:
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         settings = make_settings(max_tokens=2000, stop_strings=())
-        return PolicyClient(engine, chat_format, settings, GroupOrder(7, 0, 0, 0, 1), 0, endpoint_provider=gateway)
+        return PolicyClient(engine, chat_format, settings, GroupOrder(7, 0, 0, 0, 1), 0, gateway=gateway)
 
     return make
 
@@ -205,7 +205,7 @@ async def test_closing_a_worker_ends_the_agents_of_training_groups_and_evaluatio
 ) -> None:
     mark = f"closing-{os.getpid()}-{heldout}-{impatient}"
     worker = RolloutWorker(
-        worker_settings(make_settings()), EngineFleet({"e": typing_engine("x")}),
+        make_settings(), EngineFleet({"e": typing_engine("x")}),
         TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
         [TASK], [TASK], agent_rollout([*program(SLEEPS), mark]), RewardFunctions([], []), RecordingJournal(), gateway,
     )  # fmt: skip

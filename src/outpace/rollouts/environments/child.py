@@ -43,7 +43,7 @@ class MethodCall:
 
 
 class EnvironmentInstance:
-    """One environment object: prepares the calls of its methods."""
+    """One environment object. It calls nothing: it returns a `MethodCall`, to be run on the right thread."""
 
     def __init__(self, made: Any, setting: str) -> None:
         """Raises `BadInput` if `made` is not an environment; `setting` is the setting that named it."""

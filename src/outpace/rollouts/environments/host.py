@@ -12,9 +12,6 @@ Invariants of `ProcessEnvironmentHost`
 - The process starts and imports the class as soon as the host exists; that time counts for no episode.
 - Replies of the process are validated again on this side.
 - After a call that has not returned, the process is not used again and is killed with everything it started.
-
-`EnvironmentInstance` calls nothing: it returns a `MethodCall`, to be run on the right thread. Local and process hosts
-share it.
 """
 
 from __future__ import annotations
@@ -22,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
@@ -47,47 +45,51 @@ from outpace.runtime.user_code import LOAD_LIMIT_S, UserCodeDied, UserCodeError,
 T = TypeVar("T")
 
 
-class EnvironmentHost(Protocol):
+class EnvironmentHost(ABC):
     """Holder of one environment instance.
 
     `made`: there is an instance. `tools`: its tool schemas. `judges`: it has `get_reward`. `usable`: another episode
     may use the host. All calls may raise `UserCodeError`, `UserCodeDied`, `TimeLimitError` and `UnusableResult`; `call`
     also `ToolError`."""
 
-    made: bool
-    tools: Mapping[str, Schema]
-    judges: bool
-    instance: object | None  # only if it lives in this process
+    def __init__(self) -> None:
+        self.made = False
+        self.tools: Mapping[str, Schema] = {}
+        self.judges = False
+        self.instance: object | None = None  # only if it lives in this process
 
     @property
+    @abstractmethod
     def usable(self) -> bool: ...
 
+    @abstractmethod
     async def make(self, timeout_s: float) -> None: ...
 
+    @abstractmethod
     async def reset(self, columns: dict[str, Any], timeout_s: float) -> str | None: ...
 
+    @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any: ...
 
+    @abstractmethod
     async def reward(self, timeout_s: float) -> float: ...
 
+    @abstractmethod
     async def drop(self, timeout_s: float) -> None:
         """Drop the instance; the next episode creates another one."""
-        ...
 
+    @abstractmethod
     async def end(self, patience_s: float = 0.0) -> None: ...
 
 
-class LocalEnvironmentHost:
+class LocalEnvironmentHost(EnvironmentHost):
     def __init__(self, factory: Callable[[], object], setting: str) -> None:
         """`setting` is the setting that named the factory."""
+        super().__init__()
         self._factory = factory
         self._setting = setting
         self._pending = 0
         self._instance: EnvironmentInstance | None = None
-        self.instance: object | None = None
-        self.made = False
-        self.tools: Mapping[str, Schema] = {}
-        self.judges = False
 
     @property
     def usable(self) -> bool:
@@ -148,17 +150,14 @@ def _copied(value: Any) -> Any:
         return value
 
 
-class ProcessEnvironmentHost:
+class ProcessEnvironmentHost(EnvironmentHost):
     def __init__(self, source: UserCodeSource, setting: str, memory_mb: int | None = None) -> None:
         """`setting` is the setting that named the class."""
+        super().__init__()
         self._process = UserCodeProcess(
             "outpace.rollouts.environments.child", Environment, "an environment", memory_mb, max_answer=2 * MAX_RESULT
         )
         self._loading = asyncio.create_task(self._load(source, setting))
-        self.instance: object | None = None
-        self.made = False
-        self.tools: Mapping[str, Schema] = {}
-        self.judges = False
 
     @property
     def usable(self) -> bool:

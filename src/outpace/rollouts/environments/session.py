@@ -28,7 +28,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from outpace.config import Config
 from outpace.config.sections import EnvironmentConfig, ToolsConfig
@@ -186,117 +186,85 @@ class EnvironmentTimeout(EnvironmentFailed):
     """A method exceeded its timeout. An environment in a process is lost with it."""
 
 
-class EnvironmentSession(Protocol):
-    """The environment of one episode."""
-
-    @property
-    def tools(self) -> Mapping[str, Schema]:
-        """Schema of each tool as shown to the model, by name."""
-        ...
-
-    @property
-    def instance(self) -> object | None:
-        """The environment itself; None if it lives in another process."""
-        ...
-
-    async def reset(self, columns: dict[str, Any]) -> str | None:
-        """Start the episode with the columns that `reset` accepts; return an optional text to show to the model."""
-        ...
-
-    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call a tool; return text or JSON-like values. The message of a `ToolError` is shown to the model."""
-        ...
-
-    async def reward(self) -> float | None:
-        """Return the environment's reward; None if it has no `get_reward`."""
-        ...
-
-    async def close(self) -> None:
-        """End the session, whether or not the episode succeeded."""
-        ...
-
-
 def reset_columns(task: Task) -> dict[str, Any]:
     """Return the values that `reset` may take by name: every column, and the prompt."""
     return {**task.columns, "prompt": task.prompt}
 
 
-@dataclass(frozen=True)
-class EnvironmentLimits:
-    """Timeouts of environment methods and of tool calls, in seconds."""
-
-    timeout_s: float = 60.0
-    call_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True)
-class _ErrorContext:
-    """Converts failures to errors that name the environment and the method."""
-
-    label: str
-
-    @contextmanager
-    def of(self, method: str, limit: str, timeout_s: float) -> Iterator[None]:
-        try:
-            yield
-        except TimeLimitError:
-            raise EnvironmentTimeout(f"{self.label}: {method} took longer than {limit} = {timeout_s:g} s") from None
-        except UserCodeDied as error:
-            raise EnvironmentDied(f"the process of {self.label} {error} during {method}") from None
-        except UserCodeError as error:
-            raise EnvironmentFailed(f"{self.label}: {method} raised {error.said}") from error
-        except UnusableResult as error:
-            raise EnvironmentFailed(f"{self.label}: {error}") from error.__cause__
+@contextmanager
+def _errors_of(label: str, method: str, limit: str, timeout_s: float) -> Iterator[None]:
+    """Convert failures to errors that name the environment and the method."""
+    try:
+        yield
+    except TimeLimitError:
+        raise EnvironmentTimeout(f"{label}: {method} took longer than {limit} = {timeout_s:g} s") from None
+    except UserCodeDied as error:
+        raise EnvironmentDied(f"the process of {label} {error} during {method}") from None
+    except UserCodeError as error:
+        raise EnvironmentFailed(f"{label}: {method} raised {error.said}") from error
+    except UnusableResult as error:
+        raise EnvironmentFailed(f"{label}: {error}") from error.__cause__
 
 
-class _OpenSession:
-    """`EnvironmentSession` over a host that has an instance.
+class EnvironmentSession:
+    """The environment of one episode, over a host that has an instance.
 
     Each call runs in its own task: a cancelled call keeps running until its timeout, and the next call waits for it."""
+
+    origin = "rollout.environment"
+    ordered = True
 
     def __init__(
         self,
         host: EnvironmentHost,
-        context: _ErrorContext,
-        limits: EnvironmentLimits,
+        label: str,
+        environment: EnvironmentConfig,
+        tools: ToolsConfig,
         pool: ProcessPool[EnvironmentHost],
-        reuse: bool,
     ) -> None:
         self._host = host
-        self._context = context
-        self._limits = limits
+        self._label = label
+        self._timeout_s = environment.timeout_s
+        self._call_timeout_s = tools.timeout_s
         self._pool = pool
-        self._reuse = reuse
+        self._reuse = environment.reuse
         self._lock = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     @property
     def tools(self) -> Mapping[str, Schema]:
+        """Schema of each tool as shown to the model, by name."""
         return self._host.tools
 
     @property
     def instance(self) -> object | None:
+        """The environment itself; None if it lives in another process."""
         return self._host.instance
 
     async def reset(self, columns: dict[str, Any]) -> str | None:
-        timeout_s = self._limits.timeout_s
-        return await self._run_exclusively(lambda: self._host.reset(columns, timeout_s), self._method_errors("reset"))
+        """Start the episode with the columns that `reset` accepts; return an optional text to show to the model."""
+        return await self._run_exclusively(
+            lambda: self._host.reset(columns, self._timeout_s), self._method_errors("reset")
+        )
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool; return text or JSON-like values. The message of a `ToolError` is shown to the model."""
         if name not in self.tools:
             raise ToolError(f"unknown tool {name!r}; available tools: {', '.join(self.tools) or 'none'}")
-        timeout_s = self._limits.call_timeout_s
-        errors = self._context.of(name, "tools.timeout_s", timeout_s)
-        return await self._run_exclusively(lambda: self._tool(name, arguments, timeout_s), errors)
+        errors = _errors_of(self._label, name, "tools.timeout_s", self._call_timeout_s)
+        return await self._run_exclusively(lambda: self._tool(name, arguments), errors)
 
     async def reward(self) -> float | None:
+        """Return the environment's reward; None if it has no `get_reward`."""
         if not self._host.judges:
             return None
-        timeout_s = self._limits.timeout_s
-        return await self._run_exclusively(lambda: self._host.reward(timeout_s), self._method_errors("get_reward"))
+        return await self._run_exclusively(
+            lambda: self._host.reward(self._timeout_s), self._method_errors("get_reward")
+        )
 
     async def close(self) -> None:
+        """End the session, whether or not the episode succeeded."""
         if self._closed:
             return
         self._closed = True
@@ -304,20 +272,20 @@ class _OpenSession:
             await self._cancel_running()
             if self._host.usable and not self._reuse:
                 with self._method_errors("releasing the instance"):
-                    await self._host.drop(self._limits.timeout_s)
+                    await self._host.drop(self._timeout_s)
         except EnvironmentFailed as error:
             log.warning("%s", error)
         finally:
             self._pool.put_back(self._host)
 
-    async def _tool(self, name: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+    async def _tool(self, name: str, arguments: dict[str, Any]) -> Any:
         try:
-            return await self._host.call(name, arguments, timeout_s)
+            return await self._host.call(name, arguments, self._call_timeout_s)
         except UserCodeError as error:
             raise ToolError(f"{name} raised {error.said}") from error
 
     def _method_errors(self, method: str) -> AbstractContextManager[None]:
-        return self._context.of(method, "environment.timeout_s", self._limits.timeout_s)
+        return _errors_of(self._label, method, "environment.timeout_s", self._timeout_s)
 
     async def _run_exclusively(
         self, work: Callable[[], Coroutine[Any, Any, T]], errors: AbstractContextManager[None]
@@ -326,7 +294,7 @@ class _OpenSession:
             async with self._lock:
                 if not self._host.usable:  # a method may still be running
                     why = "it has exited, or one of its calls has not returned"
-                    raise EnvironmentDied(f"{self._context.label} is no longer usable: {why}")
+                    raise EnvironmentDied(f"{self._label} is no longer usable: {why}")
                 with errors:
                     return await work()
 
@@ -354,39 +322,23 @@ class EnvironmentSessions:
     def __init__(
         self,
         origins: Mapping[str, EnvironmentSource],
-        column: str = "environment",
-        limits: EnvironmentLimits | None = None,
-        isolation: Literal["thread", "process"] = "thread",
-        reuse: bool = False,
-        memory_mb: int | None = None,
+        environment: EnvironmentConfig,
+        tools: ToolsConfig,
         spare: int = 1,
     ) -> None:
-        """`column` is the task column that names the kind. `memory_mb` limits the address space of each process.
-        `spare` processes of each kind are started ahead, to hide the start-up time of Python and its imports."""
+        """`spare` processes of each kind are started ahead, to hide the start-up time of Python and its imports."""
         self._origins = dict(origins)
-        self._column = column
-        self._limits = limits or EnvironmentLimits()
-        self._reuse = reuse
-        in_process = isolation == "process"
-        self._spare = spare if in_process else 0
-        self._pools = {
-            name: ProcessPool(_process_host(origin, memory_mb) if in_process else _local_host(origin))
-            for name, origin in origins.items()
-        }
-
-    @classmethod
-    def of(
-        cls, origins: Mapping[str, EnvironmentSource], environment: EnvironmentConfig, tools: ToolsConfig
-    ) -> EnvironmentSessions:
-        """Build from the config."""
-        limits = EnvironmentLimits(environment.timeout_s, tools.timeout_s)
-        return cls(origins, environment.column, limits, environment.isolation, environment.reuse, environment.memory_mb)
+        self._environment = environment
+        self._tools = tools
+        self._spare = spare if environment.isolation == "process" else 0
+        self._pools = {name: ProcessPool(_host_factory(origin, environment)) for name, origin in origins.items()}
 
     async def open(self, task: Task) -> EnvironmentSession:
         """Open a session of the kind that the task names: an exclusive instance, not yet reset."""
-        name = kind_of_task(task, self._origins, self._column)
-        pool, context, timeout_s = self._pools[name], _ErrorContext(_label(name)), self._limits.timeout_s
-        with context.of("creating it", "environment.timeout_s", timeout_s):
+        name = kind_of_task(task, self._origins, self._environment.column)
+        label = f"environment {name}" if name else "the environment"
+        pool, timeout_s = self._pools[name], self._environment.timeout_s
+        with _errors_of(label, "creating it", "environment.timeout_s", timeout_s):
             host = pool.take()
             try:
                 if not host.made:
@@ -395,22 +347,16 @@ class EnvironmentSessions:
                 pool.put_back(host)
                 raise
         pool.start_spares(self._spare)
-        return _OpenSession(host, context, self._limits, pool, self._reuse)
+        return EnvironmentSession(host, label, self._environment, self._tools, pool)
 
     async def close(self) -> None:
         """End all environments, including those of running episodes."""
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
-def _local_host(origin: EnvironmentSource) -> Callable[[], EnvironmentHost]:
+def _host_factory(origin: EnvironmentSource, environment: EnvironmentConfig) -> Callable[[], EnvironmentHost]:
+    if environment.isolation == "process":
+        source = origin.source()
+        return lambda: ProcessEnvironmentHost(source, origin.setting, environment.memory_mb)
     factory = origin.load()
     return lambda: LocalEnvironmentHost(factory, origin.setting)
-
-
-def _process_host(origin: EnvironmentSource, memory_mb: int | None) -> Callable[[], EnvironmentHost]:
-    source = origin.source()
-    return lambda: ProcessEnvironmentHost(source, origin.setting, memory_mb)
-
-
-def _label(kind: str) -> str:
-    return f"environment {kind}" if kind else "the environment"

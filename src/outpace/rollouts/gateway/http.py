@@ -1,11 +1,11 @@
-""""""
+"""Routes of the gateway: authentication, error responses, plain and streamed replies."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from aiohttp import hdrs, web
@@ -22,7 +22,7 @@ from outpace.rollouts.gateway.openai import (
     read_completion,
 )
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, full_text, make_reply
-from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, GatewaySession, GatewaySessions
+from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, Gateway, GatewaySession
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ MAX_BODY = 4 * 1024 * 1024
 SESSION: web.RequestKey[GatewaySession] = web.RequestKey("session", GatewaySession)
 NO_RETRY = {"x-should-retry": "false"}
 """API clients retry by default; none of these errors is worth a retry."""
-
-Hosts = Callable[[], frozenset[str] | None]
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -93,13 +91,13 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     return body
 
 
-def auth_middleware(sessions: GatewaySessions, hosts: Hosts) -> Any:
+def auth_middleware(gateway: Gateway) -> Any:
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> Any:
-        allowed = hosts()
+        allowed = gateway.hosts()
         if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
             raise RequestRejected("the Host header does not name this server", status=421)
-        session = sessions.find(request.match_info.get("session", ""))
+        session = gateway.find(request.match_info.get("session", ""))
         if session is None:
             raise RequestRejected("unknown endpoint, or its episode has ended", status=404)
         if not session.accepts_token(_bearer_token(request)):
@@ -122,43 +120,15 @@ Json = dict[str, Any]
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
 
-class ReplyEvents(Protocol):
-    """Stream events of one API for one answer."""
-
-    def opening(self) -> Iterator[Json]: ...
-
-    def delta(self, text: str) -> Iterator[Json]: ...
-
-    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]: ...
-
-
-class EventWriter:
-    """Writes server-sent events. `named`: every event has a type line, and there is no final `[DONE]`."""
-
-    def __init__(self, named: bool) -> None:
-        self._named = named
-        self.response = web.StreamResponse(headers=HEADERS)
-
-    async def begin(self, request: web.Request) -> None:
-        await self.response.prepare(request)
-
-    async def write(self, events: Iterable[Json]) -> None:
-        if data := b"".join(map(self._frame, events)):
-            await self.response.write(data)
-
-    async def end(self) -> None:
-        if not self._named:
-            await self.response.write(b"data: [DONE]\n\n")
-        await self.response.write_eof()
-
-    def _frame(self, event: Json) -> bytes:
-        name = f"event: {event['type']}\n".encode() if self._named else b""
-        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
+ReplyEvents = CompletionStream | MessagesStream
+"""Stream events of one answer."""
 
 
 @dataclass(frozen=True)
 class ApiFormat:
-    """One API: how requests are parsed, and how an answer is returned, whole or as a stream of events."""
+    """One API: how requests are parsed, and how an answer is returned, whole or as a stream of server-sent events.
+
+    With `named_events` every event has a type line, and there is no final `[DONE]`."""
 
     read: Callable[[dict[str, Any]], PolicyRequest]
     response: Callable[[GatewayReply, str], dict[str, Any]]
@@ -180,22 +150,32 @@ class ApiFormat:
         """Stream the answer. Failures before the request is sent are plain responses; later ones are events."""
         session = request[SESSION]
         events = self.stream(await exchange.request_sent(), session.model, policy_request)
-        writer = EventWriter(self.named_events)
-        await writer.begin(request)
+        response = web.StreamResponse(headers=HEADERS)
+        await response.prepare(request)
         try:
-            await writer.write(events.opening())
+            await self._write(response, events.opening())
             async for text in exchange.deltas():
-                await writer.write(events.delta(text))
+                await self._write(response, events.delta(text))
             answer = await exchange.answer()
             text = full_text(answer, policy_request, session.client)
             reply = exchange.continue_streamed(make_reply(answer, policy_request, session.client), text)
-            await writer.write(events.closing(reply, reply.content.removeprefix(exchange.streamed)))
+            await self._write(response, events.closing(reply, reply.content.removeprefix(exchange.streamed)))
         except ConnectionError:  # the agent closed the connection
-            return writer.response
+            return response
         except Exception as error:  # boundary: a started response can only report errors as events
-            await writer.write([error_payload(request, to_rejection(error))])
-        await writer.end()
-        return writer.response
+            await self._write(response, [error_payload(request, to_rejection(error))])
+        if not self.named_events:
+            await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _write(self, response: web.StreamResponse, events: Iterable[Json]) -> None:
+        if data := b"".join(map(self._frame, events)):
+            await response.write(data)
+
+    def _frame(self, event: Json) -> bytes:
+        name = f"event: {event['type']}\n".encode() if self.named_events else b""
+        return name + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 CHAT = ApiFormat(read_chat, chat_response, ChatStream)
@@ -215,7 +195,7 @@ _ROUTES = [
 ]
 
 
-def make_app(sessions: GatewaySessions, hosts: Hosts) -> web.Application:
-    app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware, auth_middleware(sessions, hosts)])
+def make_app(gateway: Gateway) -> web.Application:
+    app = web.Application(client_max_size=MAX_BODY, middlewares=[error_middleware, auth_middleware(gateway)])
     app.add_routes(_ROUTES)
     return app

@@ -8,12 +8,14 @@ request, by which a rollout can assign the answer a reward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, extra_fields, pinned_fields
+from outpace.rollouts.tools.functions import json_children
 from outpace.types import Message, ToolCall
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -154,7 +156,7 @@ def _check_size(body: dict[str, Any]) -> None:
     level: list[Any] = [body]
     size = 0
     for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in _children(outer)]
+        level = [inner for outer in level for inner in json_children(outer)]
         size += sum(len(value) if isinstance(value, str) else 1 for value in level)
         if size > MAX_SIZE:
             message = f"the request has more than {MAX_SIZE:,} characters, which exceeds any context"
@@ -162,12 +164,6 @@ def _check_size(body: dict[str, Any]) -> None:
         if not level:
             return
     raise RequestRejected(f"the request is nested deeper than {MAX_DEPTH} levels")
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _message(message: Message, index: int) -> Message:
@@ -231,18 +227,11 @@ Json = dict[str, Any]
 
 
 def chat_response(reply: GatewayReply, model: str) -> Json:
-    choice = {
-        "index": 0,
-        "message": chat_message(reply),
-        "logprobs": _chat_logprobs(reply),
-        "finish_reason": reply.finish,
-    }
-    return {
-        **_head(reply.id, "chat.completion", model),
-        "choices": [choice],
-        "usage": usage(reply),
-        **extra_fields(reply.pinned),
-    }
+    return _response(reply, model, "chat.completion", {"message": chat_message(reply)}, _chat_logprobs(reply))
+
+
+def completion_response(reply: GatewayReply, model: str) -> Json:
+    return _response(reply, model, "text_completion", {"text": reply.content}, _completion_logprobs(reply))
 
 
 def chat_message(reply: GatewayReply) -> Json:
@@ -250,21 +239,6 @@ def chat_message(reply: GatewayReply) -> Json:
     reasoning = {"reasoning_content": reply.reasoning} if reply.reasoning else {}
     content = None if reply.calls and not reply.content else reply.content
     return {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls}
-
-
-def completion_response(reply: GatewayReply, model: str) -> Json:
-    choice = {
-        "index": 0,
-        "text": reply.content,
-        "logprobs": _completion_logprobs(reply.logprobs),
-        "finish_reason": reply.finish,
-    }
-    return {
-        **_head(reply.id, "text_completion", model),
-        "choices": [choice],
-        "usage": usage(reply),
-        **extra_fields(reply.pinned),
-    }
 
 
 def usage(reply: GatewayReply) -> Json:
@@ -276,57 +250,66 @@ def models(model: str) -> Json:
     return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "outpace"}]}
 
 
-class ChatStream:
-    """Stream events of one chat completion."""
-
-    def __init__(self, request_id: str, model: str, request: PolicyRequest) -> None:
-        self._head = _head(request_id, "chat.completion.chunk", model)
-        self._request = request
-
-    def opening(self) -> Iterator[Json]:
-        yield self._event({"role": "assistant", "content": ""})
-
-    def delta(self, text: str) -> Iterator[Json]:
-        yield self._event({"content": text})
-
-    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
-        """Yield the parts of the finished answer that have not been sent."""
-        if reply.reasoning:
-            yield self._event({"reasoning_content": reply.reasoning})
-        if rest:
-            yield from self.delta(rest)
-        for index, call in enumerate(reply.calls):
-            yield self._event({"tool_calls": [{"index": index, **_call(call)}]})
-        yield {**self._event({}, reply.finish, _chat_logprobs(reply)), **extra_fields(reply.pinned)}
-        if self._request.usage:
-            yield {**self._head, "choices": [], "usage": usage(reply)}
-
-    def _event(self, delta: Json, finish: str | None = None, logprobs: Json | None = None) -> Json:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._request.usage else {})}
-
-
 class CompletionStream:
     """Stream events of one plain completion."""
 
+    kind = "text_completion"
+
     def __init__(self, request_id: str, model: str, request: PolicyRequest) -> None:
-        self._head = _head(request_id, "text_completion", model)
-        self._request = request
+        self._head = _head(request_id, self.kind, model)
+        self._usage = request.usage
 
     def opening(self) -> Iterator[Json]:
         yield from ()
 
     def delta(self, text: str) -> Iterator[Json]:
-        yield self._event(text)
+        yield self._event({"text": text})
 
     def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
-        yield {**self._event(rest, reply.finish, _completion_logprobs(reply.logprobs)), **extra_fields(reply.pinned)}
-        if self._request.usage:
+        """Yield the parts of the finished answer that have not been sent."""
+        yield from self._end(reply, {"text": rest}, _completion_logprobs(reply))
+
+    def _end(self, reply: GatewayReply, part: Json, logprobs: Json | None) -> Iterator[Json]:
+        yield {**self._event(part, reply.finish, logprobs), **extra_fields(reply.pinned)}
+        if self._usage:
             yield {**self._head, "choices": [], "usage": usage(reply)}
 
-    def _event(self, text: str, finish: str | None = None, logprobs: Json | None = None) -> Json:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._request.usage else {})}
+    def _event(self, part: Json, finish: str | None = None, logprobs: Json | None = None) -> Json:
+        return {**self._head, "choices": [_choice(part, logprobs, finish)], **({"usage": None} if self._usage else {})}
+
+
+class ChatStream(CompletionStream):
+    """Stream events of one chat completion."""
+
+    kind = "chat.completion.chunk"
+
+    def opening(self) -> Iterator[Json]:
+        yield self._event({"delta": {"role": "assistant", "content": ""}})
+
+    def delta(self, text: str) -> Iterator[Json]:
+        yield self._event({"delta": {"content": text}})
+
+    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
+        if reply.reasoning:
+            yield self._event({"delta": {"reasoning_content": reply.reasoning}})
+        if rest:
+            yield from self.delta(rest)
+        for index, call in enumerate(reply.calls):
+            yield self._event({"delta": {"tool_calls": [{"index": index, **_call(call)}]}})
+        yield from self._end(reply, {"delta": {}}, _chat_logprobs(reply))
+
+
+def _response(reply: GatewayReply, model: str, kind: str, part: Json, logprobs: Json | None) -> Json:
+    return {
+        **_head(reply.id, kind, model),
+        "choices": [_choice(part, logprobs, reply.finish)],
+        "usage": usage(reply),
+        **extra_fields(reply.pinned),
+    }
+
+
+def _choice(part: Json, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": 0, **part, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _head(request_id: str, kind: str, model: str) -> Json:
@@ -347,15 +330,13 @@ def _chat_logprobs(reply: GatewayReply) -> Json | None:
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(logprobs: Sequence[tuple[str, float]]) -> Json | None:
-    if not logprobs:
+def _completion_logprobs(reply: GatewayReply) -> Json | None:
+    if not reply.logprobs:
         return None
-    offsets = [0]
-    for text, _ in logprobs:
-        offsets.append(offsets[-1] + len(text))
+    tokens = [text for text, _ in reply.logprobs]
     return {
-        "tokens": [text for text, _ in logprobs],
-        "token_logprobs": [logprob for _, logprob in logprobs],
+        "tokens": tokens,
+        "token_logprobs": [logprob for _, logprob in reply.logprobs],
         "top_logprobs": None,
-        "text_offset": offsets[:-1],
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=0)),
     }

@@ -1,4 +1,4 @@
-"""API-independent requests and replies of the gateway, text that can be streamed early, and server-sent events.
+"""API-independent requests and replies of the gateway, and text that can be streamed early.
 
 Sampling settings are pinned: a run always samples with its own settings, because the learner computes with them.
 Requests with such fields are served; the response lists the fields that had no effect.
@@ -21,7 +21,7 @@ from outpace.rollouts.conversation import without_stop
 from outpace.types import Answer, Message, ToolCall
 
 if TYPE_CHECKING:
-    from outpace.rollouts.gateway.server import EpisodeClient
+    from outpace.rollouts.client import PolicyClient
 
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class PolicyRequest:
         tokens = {} if self.max_tokens is None else {"max_tokens": min(self.max_tokens, limit)}
         return {**tokens, **({"stop_strings": list(self.stop)} if self.stop else {})}
 
-    def stops(self, client: EpisodeClient) -> Sequence[str]:
+    def stops(self, client: PolicyClient) -> Sequence[str]:
         """Return the request's stop strings, or the run's if it has none."""
         return self.stop or client.stop_strings
 
@@ -108,12 +108,12 @@ def log_pinned_once(name: str) -> None:
     log.info("agents set %s, which has no effect: the run's own setting is used", name)
 
 
-def full_text(answer: Answer, request: PolicyRequest, client: EpisodeClient) -> str:
+def full_text(answer: Answer, request: PolicyRequest, client: PolicyClient) -> str:
     """Return the full text of the answer without the stop string."""
     return without_stop(answer.text, request.stops(client)) if answer.stop == "stop" else answer.text
 
 
-def make_reply(answer: Answer, request: PolicyRequest, client: EpisodeClient) -> GatewayReply:
+def make_reply(answer: Answer, request: PolicyRequest, client: PolicyClient) -> GatewayReply:
     """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them; if calls
     were not allowed, so does the whole text."""
     readable = [call for call in answer.calls if not call.problem]

@@ -1,22 +1,15 @@
-"""Gateway server: endpoints for agents, HTTP routes, authentication and error responses.
-
-The server starts listening when the first endpoint is opened.
-
-Invariants
-- An endpoint serves one role of one episode and ends with it: `close_session` cancels its in-flight requests.
-- After `close` no task, connection or session is left.
-- A request is processed only if its `Host` header names this server and it carries the secret of its session.
-- Every response, including errors, follows the API format of the request; no exception leaves the handler.
-- No CORS headers: pages of other origins have no access.
-
-Gateway sessions (one role of one episode behind one URL) and their in-flight requests.
+"""Gateway server: endpoints for agents, and their in-flight requests. It starts listening with the first endpoint.
 
     Exchange: request_sent ─▶ deltas of the text, as far as it is certain ─▶ answer
 
 Invariants
-- A session is found by an unguessable id and protected by its own secret, which is compared in constant time.
-- A session tracks all tasks started for it. When it closes, they are cancelled and awaited, and nothing here refers to
-  the episode any more.
+- A session is one role of one episode behind one URL. It is found by an unguessable id, is protected by its own secret,
+  and ends with its episode: `close_session` cancels and awaits its requests, and nothing here refers to the episode
+  any more.
+- After `close` no task, connection or session is left.
+- A request is processed only if its `Host` header names this server and it carries the secret of its session.
+- Every response, including errors, follows the API format of the request; no exception leaves the handler.
+- No CORS headers: pages of other origins have no access.
 - The final answer is authoritative. Streamed text is a prefix of its content; the stream ends with the rest. If the
   final answer parses differently (reasoning without an opening tag, for example), it continues as plain text.
 """
@@ -27,13 +20,11 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outpace.errors import BadInput, ComponentFailed
-from outpace.models.chat_format import ChatFormat
-from outpace.protocols import Engine
 from outpace.rollouts.gateway.protocol import (
     GatewayReply,
     PolicyRequest,
@@ -41,54 +32,15 @@ from outpace.rollouts.gateway.protocol import (
     stable_text_prefix,
     starts_in_reasoning,
 )
-from outpace.types import Answer, Endpoint, Ints, Message
+from outpace.types import Answer, Endpoint, Ints
 
 if TYPE_CHECKING:
     from aiohttp import web
 
+    from outpace.rollouts.client import PolicyClient
+
 
 T = TypeVar("T")
-SentListener = Callable[[str, Ints], None]
-
-
-class EpisodeClient(Protocol):
-    """The part of an episode's client that the gateway uses.
-
-    `listener` is called with id and prompt tokens when the request is sent. Cancelling a call aborts it on the engine.
-    """
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def chat_format(self) -> ChatFormat: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
-    def stop_strings(self) -> Sequence[str]:
-        """The run's stop strings, used for requests without their own."""
-        ...
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        role: str = "policy",
-        listener: SentListener | None = None,
-        **overrides: Any,
-    ) -> Answer: ...
-
-    async def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        role: str = "policy",
-        listener: SentListener | None = None,
-        **overrides: Any,
-    ) -> Answer: ...
 
 
 class EpisodeEnded(Exception):
@@ -98,9 +50,9 @@ class EpisodeEnded(Exception):
 class GatewaySession:
     """One role of one episode, behind one URL."""
 
-    def __init__(self, client: EpisodeClient, role: str, model: str) -> None:
+    def __init__(self, client: PolicyClient, role: str, model: str) -> None:
         self.id = secrets.token_hex(16)
-        self._client: EpisodeClient | None = client
+        self._client: PolicyClient | None = client
         self.role = role
         self.model = model
         self.secret = secrets.token_urlsafe(32)
@@ -108,11 +60,14 @@ class GatewaySession:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
-    def client(self) -> EpisodeClient:
+    def client(self) -> PolicyClient:
         """The episode's client. Raises `EpisodeEnded` after `close`, so that open connections do not keep it alive."""
         if self._client is None:
             raise EpisodeEnded
         return self._client
+
+    def serves(self, client: PolicyClient) -> bool:
+        return self._client is client
 
     def endpoint(self, origin: str) -> Endpoint:
         return Endpoint(f"{origin}/sessions/{self.id}/v1", self.secret, self.model)
@@ -144,39 +99,6 @@ async def cancel_and_wait(task: asyncio.Task[Any]) -> BaseException | None:
     return None if task.cancelled() else task.exception()
 
 
-class GatewaySessions:
-    """All sessions of a worker, by id and by episode."""
-
-    def __init__(self) -> None:
-        self._by_id: dict[str, GatewaySession] = {}
-        self._by_client: dict[EpisodeClient, dict[str, GatewaySession]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def open(self, client: EpisodeClient, role: str, model: str) -> GatewaySession:
-        """Return the session of that role, created on first use; it lasts as long as the episode."""
-        roles = self._by_client.setdefault(client, {})
-        if role not in roles:
-            roles[role] = GatewaySession(client, role, model)
-            self._by_id[roles[role].id] = roles[role]
-        return roles[role]
-
-    def find(self, session_id: str) -> GatewaySession | None:
-        return self._by_id.get(session_id)
-
-    def clients(self) -> list[EpisodeClient]:
-        return list(self._by_client)
-
-    async def close(self, client: EpisodeClient) -> ComponentFailed | None:
-        """Close all sessions of an episode. Returns the component failure its requests met, if any."""
-        sessions = list(self._by_client.pop(client, {}).values())
-        for session in sessions:
-            del self._by_id[session.id]
-        await asyncio.gather(*(session.close() for session in sessions))
-        return next((session.failure for session in sessions if session.failure is not None), None)
-
-
 log = logging.getLogger(__name__)
 
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -193,21 +115,33 @@ class Gateway:
         self._host = "127.0.0.1" if host == "localhost" else host  # localhost may resolve to two addresses
         self._port = port
         self._model = model_name
-        self._sessions = GatewaySessions()
+        self._sessions: dict[str, GatewaySession] = {}  # by id
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
-    async def open(self, client: EpisodeClient, role: str = "policy") -> Endpoint:
+    async def open(self, client: PolicyClient, role: str = "policy") -> Endpoint:
         """Return the endpoint at which an agent reaches the policy, for this episode and role."""
         await self.start()
-        return self._sessions.open(client, role, self._model).endpoint(self.origin)
+        session = next((session for session in self._sessions_of(client) if session.role == role), None)
+        if session is None:
+            session = GatewaySession(client, role, self._model)
+            self._sessions[session.id] = session
+        return session.endpoint(self.origin)
 
-    async def close_session(self, client: EpisodeClient) -> ComponentFailed | None:
+    def find(self, session_id: str) -> GatewaySession | None:
+        return self._sessions.get(session_id)
+
+    async def close_session(self, client: PolicyClient) -> ComponentFailed | None:
         """Close all endpoints of an episode. Returns the component failure its requests met, if any."""
-        return await self._sessions.close(client)
+        sessions = self._sessions_of(client)
+        for session in sessions:
+            del self._sessions[session.id]
+        await asyncio.gather(*(session.close() for session in sessions))
+        return next((session.failure for session in sessions if session.failure is not None), None)
 
     async def close(self) -> None:
-        await asyncio.gather(*map(self._sessions.close, self._sessions.clients()))
+        sessions, self._sessions = self._sessions, {}
+        await asyncio.gather(*(session.close() for session in sessions.values()))
         runner, self._runner = self._runner, None
         if runner is not None:
             await runner.cleanup()
@@ -231,13 +165,16 @@ class Gateway:
             if self._runner is None:
                 self._runner = await self._listen()
 
+    def _sessions_of(self, client: PolicyClient) -> list[GatewaySession]:
+        return [session for session in self._sessions.values() if session.serves(client)]
+
     async def _listen(self) -> web.AppRunner:
         from aiohttp import web
 
         from outpace.rollouts.gateway.http import make_app
 
         runner = web.AppRunner(
-            make_app(self._sessions, self.hosts),
+            make_app(self),
             handler_cancellation=True,  # a closed connection cancels its request
             access_log=None,
             logger=log,

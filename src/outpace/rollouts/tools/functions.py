@@ -107,13 +107,13 @@ class Tool:
     parameters: dict[str, TypeAdapter[Any]]
     required: frozenset[str]
 
-    async def call(self, arguments: dict[str, Any], bound: Callable[..., Any] | None = None) -> Any:
-        """Call the function, or `bound` for a method, and return the result. Non-async functions run on a thread.
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        """Call the function and return the result. Non-async functions run on a thread.
 
         Raises `ToolError` for invalid arguments and for any exception of the function."""
         checked = self.checked(arguments)
         try:
-            return await async_tools.call_user_function(bound or self.function, **checked)
+            return await async_tools.call_user_function(self.function, **checked)
         # User code may raise anything; the error is returned to the model.
         except BaseException as error:
             if is_own_cancellation(error):
@@ -268,13 +268,13 @@ def read_arguments(tool: str, text: str) -> dict[str, Any]:
 def _nests_deeper_than(limit: int, value: Any) -> bool:
     layer = [value]
     for _ in range(limit):
-        layer = [inner for outer in layer for inner in _inside(outer)]
+        layer = [inner for outer in layer for inner in json_children(outer)]
         if not layer:
             return False
     return True
 
 
-def _inside(value: Any) -> list[Any]:
+def json_children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+        return value.values()
+    return value if isinstance(value, list) else ()

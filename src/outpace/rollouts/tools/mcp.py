@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import ToolError, describe_binary, describe_error
-from outpace.rollouts.tools.toolbox import ToolSet, cancel_without_waiting, tools_by_name
+from outpace.rollouts.tools.toolbox import cancel_without_waiting, tools_by_name
 from outpace.runtime.async_tools import gather_or_cancel
 from outpace.runtime.child_process import ProcessOutput
 from outpace.runtime.process_table import MARK_VARIABLE, ProcessTable, new_mark
@@ -182,7 +182,7 @@ async def open_servers(addresses: Sequence[str], limit_s: float = CONNECT_S) -> 
     servers = [McpServer(address) for address in addresses]
     try:
         await gather_or_cancel(*(server.open(limit_s) for server in servers))
-        tools_by_name([server.tool_set for server in servers])
+        tools_by_name(servers)
     except BaseException:
         await close_servers(servers)
         raise
@@ -196,17 +196,16 @@ async def close_servers(servers: Sequence[McpServer]) -> None:
 class McpServer:
     """One MCP server: a `ToolSource` whose tools are known after `open`."""
 
+    ordered = False
+
     def __init__(self, address: str) -> None:
         """`address` is a URL or a command line. Needs a running event loop."""
+        self.origin = f"tools.mcp: {address}"
         self._address = address
         self._connection = _Connection(address)
         self._connections = {self._connection}  # connections that have not ended
         self._closed = False
         self.tools: dict[str, Schema] = {}
-
-    @property
-    def tool_set(self) -> ToolSet:
-        return ToolSet(f"tools.mcp: {self._address}", self)
 
     async def open(self, limit_s: float = CONNECT_S) -> None:
         """Wait for the server and its tool list."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput, one_line
 from outpace.models.chat import Schema
 from outpace.rollouts.tools.functions import Tool, ToolError, read_arguments, result_text, truncate_text
@@ -41,7 +42,16 @@ class ToolTimeout(ToolError):
 
 
 class ToolSource(Protocol):
-    """Provides tools: functions, an MCP server, or the environment of an episode."""
+    """Provides tools: functions, an MCP server, or the environment of an episode.
+
+    `origin` is the setting it comes from. An `ordered` source is stateful: its calls run one at a time, and it applies
+    its own timeout."""
+
+    @property
+    def origin(self) -> str: ...
+
+    @property
+    def ordered(self) -> bool: ...
 
     @property
     def tools(self) -> Mapping[str, Schema]:
@@ -51,22 +61,6 @@ class ToolSource(Protocol):
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Run a tool. Raises `ToolError` for errors to return to the model."""
         ...
-
-
-@dataclass(frozen=True)
-class ToolSet:
-    """A tool source and the setting it comes from. An `ordered` source is stateful: its calls run one at a time, and it
-    applies its own timeout."""
-
-    origin: str
-    source: ToolSource
-    ordered: bool = False
-
-
-@dataclass(frozen=True)
-class ToolLimits:
-    timeout_s: float = 30.0
-    max_result_chars: int = 16384
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,10 @@ class ToolResult:
 class FunctionTools:
     """A `ToolSource` of plain functions."""
 
-    def __init__(self, tools: Sequence[Tool]) -> None:
+    ordered = False
+
+    def __init__(self, tools: Sequence[Tool], origin: str = "tools.functions") -> None:
+        self.origin = origin
         self._tools = {tool.name: tool for tool in tools}
         self.tools = {tool.name: tool.schema for tool in tools}
 
@@ -98,14 +95,12 @@ class FunctionTools:
 class Toolbox:
     """All tools that the model can call in one episode."""
 
-    def __init__(self, tool_sets: Sequence[ToolSet], limits: ToolLimits) -> None:
-        self._tool_sets = tools_by_name(tool_sets)
+    def __init__(self, sources: Sequence[ToolSource], limits: ToolsConfig) -> None:
+        self._sources = tools_by_name(sources)
         self._limits = limits
         concurrent = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-        self._semaphores = {
-            tool_set.origin: asyncio.Semaphore(1) if tool_set.ordered else concurrent for tool_set in tool_sets
-        }
-        self.schemas: list[Schema] = [schema for tool_set in tool_sets for schema in tool_set.source.tools.values()]
+        self._semaphores = {source.origin: asyncio.Semaphore(1) if source.ordered else concurrent for source in sources}
+        self.schemas: list[Schema] = [schema for source in sources for schema in source.tools.values()]
 
     async def run(
         self, calls: Sequence[ToolCall], admitted: int, seconds_left: Callable[[], float]
@@ -119,9 +114,9 @@ class Toolbox:
 
     async def _result(self, call: ToolCall, seconds_left: Callable[[], float]) -> ToolResult:
         try:
-            tool_set, arguments = self._parse(call)
-            async with self._semaphores[tool_set.origin]:
-                text = await self._run_with_timeout(tool_set, call.name, arguments, seconds_left())
+            source, arguments = self._parse(call)
+            async with self._semaphores[source.origin]:
+                text = await self._run_with_timeout(source, call.name, arguments, seconds_left())
             return ToolResult(call, truncate_text(text, self._limits.max_result_chars), "done")
         except ToolError as error:
             text = truncate_text(f"error: {error}", self._limits.max_result_chars)
@@ -130,19 +125,19 @@ class Toolbox:
             failure = one_line(str(error).removeprefix(f"{call.name} ")) if is_timeout or error.__cause__ else ""
             return ToolResult(call, text, "timeout" if is_timeout else "error", failure)
 
-    def _parse(self, call: ToolCall) -> tuple[ToolSet, dict[str, Any]]:
+    def _parse(self, call: ToolCall) -> tuple[ToolSource, dict[str, Any]]:
         if call.problem:
             raise ToolError(one_line(call.problem))
-        if call.name not in self._tool_sets:
-            available = one_line(", ".join(self._tool_sets), 1000) or "none"
+        if call.name not in self._sources:
+            available = one_line(", ".join(self._sources), 1000) or "none"
             raise ToolError(f"there is no tool {one_line(repr(call.name), 100)}; available tools: {available}")
-        return self._tool_sets[call.name], read_arguments(call.name, call.arguments)
+        return self._sources[call.name], read_arguments(call.name, call.arguments)
 
-    async def _run_with_timeout(self, tool_set: ToolSet, name: str, arguments: dict[str, Any], left: float) -> str:
-        limit = left if tool_set.ordered else min(left, self._limits.timeout_s)
+    async def _run_with_timeout(self, source: ToolSource, name: str, arguments: dict[str, Any], left: float) -> str:
+        limit = left if source.ordered else min(left, self._limits.timeout_s)
         if limit <= 0:
             raise ToolTimeout(f"{name} was not run: the time limit of the episode is reached")
-        work = asyncio.ensure_future(_text_of(tool_set.source.call(name, arguments)))
+        work = asyncio.ensure_future(_text_of(source.call(name, arguments)))
         try:
             done, _ = await asyncio.wait({work}, timeout=None if limit == math.inf else limit)
         finally:
@@ -156,14 +151,14 @@ class Toolbox:
         return work.result()
 
 
-def tools_by_name(tool_sets: Sequence[ToolSet]) -> dict[str, ToolSet]:
-    """Map each tool name to its tool set. Raises `BadInput` if two sets have a tool of the same name."""
-    found: dict[str, ToolSet] = {}
-    for tool_set in tool_sets:
-        for name in tool_set.source.tools:
+def tools_by_name(sources: Sequence[ToolSource]) -> dict[str, ToolSource]:
+    """Map each tool name to its source. Raises `BadInput` if two sources have a tool of the same name."""
+    found: dict[str, ToolSource] = {}
+    for source in sources:
+        for name in source.tools:
             if name in found:
-                raise BadInput(f"{tool_set.origin} and {found[name].origin} both have a tool named {name}; remove one")
-            found[name] = tool_set
+                raise BadInput(f"{source.origin} and {found[name].origin} both have a tool named {name}; remove one")
+            found[name] = source
     return found
 
 
