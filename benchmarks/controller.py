@@ -25,14 +25,13 @@ from rich.console import Console
 from rich.table import Table
 
 from outpace.commands.bench_options import run_benchmark, take_options
-from outpace.config.sections import SuperviseConfig
-from outpace.controller.driver import Driver, DriverSettings
+from outpace.config import Config
+from outpace.controller.driver import Driver
 from outpace.controller.engine_registry import Components
 from outpace.controller.evaluation import Evaluator
-from outpace.controller.failure_budget import FailureLimits
-from outpace.controller.groups import GroupSettings
+from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recorder import Recorder
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.scheduler import Scheduler
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring.callbacks import CallbackRunner
@@ -135,12 +134,16 @@ async def measure(directory: Path, settings: SchedulerSettings) -> ControllerCos
     log.start("")
     recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
     scheduler = Scheduler(settings, TaskOrder(settings.tasks, 0, shuffle=True))
-    supervise = SuperviseConfig(restarts=0, window_s=60.0, probe_s=10.0, silent_s=120.0)
-    limits = FailureLimits(failed=64, filtered=None, notice_every=1000)
-    driver_settings = DriverSettings(60.0, GroupSettings(settings.group_size, 0, limits), supervise)
+    config = Config.model_validate(
+        {
+            "run": {"stall_s": 60.0, "save_rollouts": 0},
+            "rollout": {"group_size": settings.group_size},
+            "supervise": {"restarts": 0, "window_s": 60.0},
+        }
+    )
     async with idle_components() as components:
         await recorder.training_begins(components.engines, components.learner)
-        driver = Driver(scheduler, components, recorder, Evaluator(0, 1), _save_nothing, driver_settings)
+        driver = Driver(scheduler, components, recorder, Evaluator(0, 1), _save_nothing, config)
         diagnostics.tune_gc()
         began, cpu_began = time.monotonic(), time.process_time()
         await driver.run(dict.fromkeys(components.engines, 0))

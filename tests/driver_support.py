@@ -7,14 +7,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from outpace.config.sections import SuperviseConfig
-from outpace.controller.driver import Driver, DriverSettings
+from outpace.config import Config
+from outpace.controller.driver import Driver
 from outpace.controller.engine_registry import Components
 from outpace.controller.evaluation import Evaluator
-from outpace.controller.failure_budget import FailureLimits
-from outpace.controller.groups import GroupSettings
+from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recorder import Recorder
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.scheduler import Scheduler
 from outpace.controller.training import ControllerState
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, UpdateFailed, UpdateTorn
 from outpace.monitoring.callbacks import CallbackRunner
@@ -224,17 +223,22 @@ class Rig:
         self.runtime = FakeRuntime(self.restarts)
         sockets = {name: f"/{name}" for name in self.engines}
         components = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
-        limits = FailureLimits(failed=3, filtered=None, notice_every=1000)
-        supervise = SuperviseConfig(restarts=self.restarts, window_s=60, probe_s=0.02, silent_s=0.05)
+        config = Config.model_validate(
+            {
+                "run": {"stall_s": self.stall_s, "save_rollouts": 1},
+                "rollout": {"group_size": 1},
+                "pacing": {"max_failed": 3},
+                "supervise": {"restarts": self.restarts, "window_s": 60, "probe_s": 0.02, "silent_s": 0.05},
+            }
+        )
         scheduler = Scheduler(self.settings, TaskOrder(10, 0, True))
-        settings = DriverSettings(self.stall_s, GroupSettings(1, 1, limits), supervise)
         driver = Driver(
             scheduler,
             components,
             self.recorder,
             Evaluator(5, 2),
             self._save,
-            settings,
+            config,
             start_engine=self.start_engine and self._start_engine,
         )
         return await driver.run(dict.fromkeys(self.engines, 0))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import settings as hypothesis_settings
 
-from outpace.checkpoint.journal import read_record, survey_journal
+from outpace.checkpoint.journal import place_of, read_record, survey_journal
 from outpace.config import Config
 from outpace.config.load import (
     CONFIG_FILE,
@@ -88,7 +88,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def journalled(journal: Path) -> dict[int, GroupRecord]:
     """Every record of a journal, by group."""
-    return {found.kept.order.group: read_record(journal, found.place) for found in survey_journal(journal)}
+    return {found.order.group: read_record(journal, place_of(found)) for found in survey_journal(journal)}
 
 
 def kept_of(group: int, newest: int = 0, **order: Any) -> FinishedGroup:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.checkpoint.journal import JournaledGroup, JournalWriter, compact_journal, read_record, survey_journal
+from outpace.checkpoint.journal import JournalWriter, compact_journal, place_of, read_record, survey_journal
 from outpace.runtime import diagnostics
-from outpace.types import JournalLocation
+from outpace.types import FinishedGroup, JournalLocation
 from support import a_record, kept_of
 
 
@@ -25,16 +26,16 @@ def journal(directory: Path, *groups: int, name: str = "w0", newest: int = 0, se
     writer.close()
 
 
-def groups_of(found: list[JournaledGroup]) -> list[int]:
-    return [each.kept.order.group for each in found]
+def groups_of(found: list[FinishedGroup]) -> list[int]:
+    return [each.order.group for each in found]
 
 
 def segments(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def is_readable(directory: Path, found: JournaledGroup) -> bool:
-    return read_record(directory, found.place).group == found.kept.order.group
+def is_readable(directory: Path, found: FinishedGroup) -> bool:
+    return read_record(directory, place_of(found)).group == found.order.group
 
 
 def test_every_finished_group_is_found_with_its_order_and_report(tmp_path: Path) -> None:
@@ -42,7 +43,9 @@ def test_every_finished_group_is_found_with_its_order_and_report(tmp_path: Path)
     kept = kept_of(7, newest=3, position=12)
     place = writer.append(kept, a_record(7))
     writer.close()
-    assert survey_journal(tmp_path) == [JournaledGroup(place, kept)]
+    (found,) = survey_journal(tmp_path)
+    assert (found.order, place_of(found)) == (kept.order, place)
+    assert msgspec.structs.replace(found.report, place=None) == kept.report
 
 
 def test_segments_are_read_in_order_of_writer_and_number(tmp_path: Path) -> None:
@@ -74,7 +77,7 @@ def test_a_segment_truncated_at_any_byte_gives_its_complete_entries(
     journal(tmp_path, 0, 1)
     path = tmp_path / "w0-00000.journal"
     whole = path.read_bytes()
-    ends = [found.place.offset + found.place.length for found in survey_journal(tmp_path)]
+    ends = [place_of(found).offset + place_of(found).length for found in survey_journal(tmp_path)]
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         caplog.clear()
@@ -87,7 +90,7 @@ def test_a_flipped_bit_loses_one_group_only(tmp_path: Path, caplog: pytest.LogCa
     journal(tmp_path, 0, 1, 2)
     path = tmp_path / "w0-00000.journal"
     whole = path.read_bytes()
-    second = survey_journal(tmp_path)[1].place
+    second = place_of(survey_journal(tmp_path)[1])
     for byte in range(second.offset, second.offset + second.length):
         path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 0x10]) + whole[byte + 1 :])
         assert groups_of(survey_journal(tmp_path)) == [0, 2]
@@ -116,7 +119,7 @@ def test_a_group_that_was_journaled_twice_is_found_in_its_older_version(tmp_path
     journal(tmp_path, 1, 2, name="w0", newest=6)
     journal(tmp_path, 2, name="w1", newest=4)
     journal(tmp_path, 2, name="w2", newest=5)
-    assert [(each.place.segment, each.kept.order.group) for each in survey_journal(tmp_path)] == [
+    assert [(place_of(each).segment, each.order.group) for each in survey_journal(tmp_path)] == [
         ("w0-00000.journal", 1),
         ("w1-00000.journal", 2),
     ]
@@ -127,7 +130,7 @@ def test_groups_with_the_same_number_but_different_positions_are_distinct(tmp_pa
     for position in (3, 8):
         writer.append(kept_of(1, position=position), a_record(1))
     writer.close()
-    assert [found.kept.order.position for found in survey_journal(tmp_path)] == [3, 8]
+    assert [found.order.position for found in survey_journal(tmp_path)] == [3, 8]
 
 
 def test_compaction_keeps_exactly_the_given_groups(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_a_compaction_killed_at_any_step_loses_nothing(
 ) -> None:
     journal(tmp_path, *range(8), segment_bytes=400)
     found = survey_journal(tmp_path)
-    keep = [each for each in found if each.kept.order.group % 2]
+    keep = [each for each in found if each.order.group % 2]
     left = step
 
     def die(label: str) -> None:
@@ -182,12 +185,12 @@ def test_a_compaction_killed_at_any_step_loses_nothing(
         doomed.setattr(diagnostics, "crash_point", die)
         with pytest.raises(Killed):
             compact_journal(tmp_path, keep)
-    again = [each for each in survey_journal(tmp_path) if each.kept.order.group % 2]
+    again = [each for each in survey_journal(tmp_path) if each.order.group % 2]
     assert sorted(groups_of(again)) == [1, 3, 5, 7]
     kept = compact_journal(tmp_path, again)
     assert sorted(groups_of(survey_journal(tmp_path))) == [1, 3, 5, 7]
     assert all(is_readable(tmp_path, each) for each in kept)
-    assert set(segments(tmp_path)) == {each.place.segment for each in kept}, "no partial segment remains"
+    assert set(segments(tmp_path)) == {place_of(each).segment for each in kept}, "no partial segment remains"
 
 
 def test_the_next_compaction_removes_unfinished_files_of_a_killed_one(
@@ -209,7 +212,7 @@ def test_the_next_compaction_removes_unfinished_files_of_a_killed_one(
 def test_compaction_does_not_copy_a_damaged_entry(tmp_path: Path) -> None:
     journal(tmp_path, 1)
     found = survey_journal(tmp_path)
-    path = tmp_path / found[0].place.segment
+    path = tmp_path / place_of(found[0]).segment
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(Exception, match="checksum"):
         compact_journal(tmp_path, found)
@@ -241,7 +244,9 @@ def test_a_writer_killed_at_its_second_entry_leaves_complete_entries(
     )
     assert killed.returncode == -9
     assert groups_of(survey_journal(tmp_path)) == recovered
-    torn = (tmp_path / "w0-00000.journal").stat().st_size - sum(each.place.length for each in survey_journal(tmp_path))
+    torn = (tmp_path / "w0-00000.journal").stat().st_size - sum(
+        place_of(each).length for each in survey_journal(tmp_path)
+    )
     assert bool(torn) == (label == "journal.torn")
 
 
@@ -249,4 +254,4 @@ def test_a_survey_gives_the_locations_that_the_writer_returned(tmp_path: Path) -
     writer = JournalWriter(tmp_path, "w0", segment_bytes=700)
     given: list[JournalLocation] = [writer.append(kept_of(group), a_record(group, tokens=group)) for group in range(9)]
     writer.close()
-    assert [found.place for found in survey_journal(tmp_path)] == given
+    assert [place_of(found) for found in survey_journal(tmp_path)] == given

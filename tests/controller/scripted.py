@@ -18,7 +18,8 @@ from outpace.controller.events import (
     RunStarted,
     TrainChunk,
 )
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.pacing import SchedulerSettings
+from outpace.controller.scheduler import Scheduler
 from outpace.types import Outcome
 
 SMALL = replace(PLAIN, groups_per_step=2, chunk_groups=2)

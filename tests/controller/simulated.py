@@ -1,4 +1,4 @@
-"""Components that only take time, for `outpace.simulator.conductor`: whole runs of the pure scheduler in microseconds.
+"""Components that only take time, for `outpace.simulator.driver`: whole runs of the pure scheduler in microseconds.
 
 Results and durations are separate: `outcome_rule` and `reward_rule` are pure functions of the admitted group, `fit`
 (how well a batch fits its policy) is a function of the version, and `pace` may return any duration.
@@ -33,13 +33,13 @@ from outpace.controller.events import (
     LoadWeights,
     TrainChunk,
 )
-from outpace.controller.recovery import RecoveredWork
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.scheduler_state import decode_state
-from outpace.simulator.checks import InvariantChecker
-from outpace.simulator.conductor import LearnerWork, SendEvent, SimulatedDriver, SimulationObserver, VirtualClock
+from outpace.controller.pacing import SchedulerSettings
+from outpace.controller.recovery import RecoveredWork, decode_state
+from outpace.controller.scheduler import Scheduler
+from outpace.simulator.driver import LearnerWork, SendEvent, SimulatedDriver, SimulationObserver, VirtualClock
 from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, GroupOrder, GroupReport, Outcome, Version
+from simulator.checks import InvariantChecker
 
 PLAIN = SchedulerSettings(
     groups_per_step=4,
@@ -127,11 +127,11 @@ def make_scheduler(settings: SchedulerSettings, seed: int = 0) -> Scheduler:
 
 def resume(settings: SchedulerSettings, checkpoint: Checkpoint, seed: int = 0) -> Scheduler:
     """Restore a scheduler from the contents of a checkpoint file and, of the journal, the groups pooled for replay."""
-    snapshot = json.loads(json.dumps(checkpoint.state))
-    pooled = tuple(trained_before(group) for group in decode_state(snapshot).replay)
+    state = decode_state(json.loads(json.dumps(checkpoint.state)))
+    pooled = tuple(trained_before(group) for group in state.replay)
     evaluated = settings.newest_evaluated(checkpoint.version - 1) if checkpoint.version else -1
     order = TaskOrder(settings.tasks, seed, shuffle=True)
-    return Scheduler.restore(settings, order, snapshot, RecoveredWork(pooled=pooled), evaluated)
+    return Scheduler(settings, order, state, RecoveredWork(pooled=pooled), evaluated)
 
 
 def trained_before(group: int) -> FinishedGroup:

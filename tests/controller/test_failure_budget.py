@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from outpace.controller.failure_budget import FailureBudget, FailureLimits, LimitReached
+from outpace.config.sections import PacingConfig
+from outpace.controller.failure_budget import FailureBudget, LimitReached
 from outpace.errors import ComponentFailed
 from outpace.types import EpisodeView, Failure, GroupReport, Outcome
 
@@ -18,6 +19,11 @@ TRACEBACK = """Traceback (most recent call last):
     return [float(text) for text in completions]
 ValueError: boom
 """
+
+
+def make_budget(failed: int, filtered: int | None, notice_every: int, resumed: bool = False) -> FailureBudget:
+    settings = PacingConfig(max_failed=failed, max_filtered=filtered, groups_per_step=notice_every // 4)
+    return FailureBudget(settings, resumed)
 
 
 def report(outcome: Outcome, reason: str = "why") -> GroupReport:
@@ -34,7 +40,7 @@ def filtered() -> GroupReport:
 
 
 def test_consecutive_failures_end_the_run_and_name_the_function_the_reason_and_the_line_of_code() -> None:
-    budget = FailureBudget(FailureLimits(failed=3, filtered=None, notice_every=100))
+    budget = make_budget(failed=3, filtered=None, notice_every=100)
     budget.note(failed("reward strict", "took longer than 5 s"))
     budget.note(failed("reward flaky", "raised ValueError: boom"))
     with pytest.raises(LimitReached) as caught:
@@ -48,7 +54,7 @@ def test_consecutive_failures_end_the_run_and_name_the_function_the_reason_and_t
 
 
 def test_one_finished_group_resets_the_counts_of_failed_and_filtered_groups() -> None:
-    budget = FailureBudget(FailureLimits(failed=2, filtered=2, notice_every=100))
+    budget = make_budget(failed=2, filtered=2, notice_every=100)
     for _ in range(10):
         budget.note(report("failed"))
         budget.note(report("finished"))
@@ -57,7 +63,7 @@ def test_one_finished_group_resets_the_counts_of_failed_and_filtered_groups() ->
 
 
 def test_consecutive_filtered_groups_end_the_run_with_rewards_an_example_and_the_settings_to_change() -> None:
-    budget = FailureBudget(FailureLimits(failed=1, filtered=3, notice_every=10_000))
+    budget = make_budget(failed=1, filtered=3, notice_every=10_000)
     for _ in range(2):
         budget.note(filtered())
     with pytest.raises(LimitReached) as caught:
@@ -78,11 +84,11 @@ def test_the_filtered_limit_is_lower_until_a_run_has_had_its_first_finished_grou
                 return count
         raise AssertionError
 
-    fresh = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
-    finished_once = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000))
+    fresh = make_budget(failed=1, filtered=None, notice_every=10_000)
+    finished_once = make_budget(failed=1, filtered=None, notice_every=10_000)
     finished_once.note(report("finished"))
-    resumed = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=10_000, resumed=True))
-    chosen = FailureBudget(FailureLimits(failed=1, filtered=7, notice_every=10_000))
+    resumed = make_budget(failed=1, filtered=None, notice_every=10_000, resumed=True)
+    chosen = make_budget(failed=1, filtered=7, notice_every=10_000)
     chosen.note(report("finished"))
     assert [groups_until_limit(budget) for budget in (fresh, finished_once, resumed, chosen)] == [512, 1024, 1024, 7]
 
@@ -92,13 +98,13 @@ def test_a_run_in_which_two_groups_in_a_hundred_are_usable_continues() -> None:
     finished, unusable = report("finished"), report("filtered")
     for seed in range(3):
         draw = random.Random(seed)
-        budget = FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=1 << 40))
+        budget = make_budget(failed=1, filtered=None, notice_every=1 << 40)
         for _ in range(320_000):
             budget.note(finished if draw.random() < 0.02 else unusable)
 
 
 def test_notices_report_the_first_failure_and_then_each_doubling_of_consecutive_failed_or_filtered_groups() -> None:
-    budget = FailureBudget(FailureLimits(failed=99, filtered=None, notice_every=4))
+    budget = make_budget(failed=99, filtered=None, notice_every=4)
     notices = [notice for notice in (budget.note(report("failed", "oops")) for _ in range(31)) if notice is not None]
     assert all("oops" in notice for notice in notices)
     assert [re.findall(r"\d+", notice) for notice in notices[1:]] == [["2"], ["4"], ["8"], ["16"]]
@@ -112,4 +118,4 @@ def test_notices_report_the_first_failure_and_then_each_doubling_of_consecutive_
 
 def test_the_limit_error_is_a_component_failure() -> None:
     with pytest.raises(ComponentFailed):
-        FailureBudget(FailureLimits(failed=1, filtered=None, notice_every=4)).note(report("failed"))
+        make_budget(failed=1, filtered=None, notice_every=4).note(report("failed"))

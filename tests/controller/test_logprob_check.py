@@ -20,7 +20,6 @@ from outpace.controller.logprob_check import (
     PROBE_PROMPTS,
     PROBE_TOKENS,
     TOLERANCES,
-    ComparisonContext,
     LogprobComparison,
     ScoredCompletion,
     Verdict,
@@ -305,7 +304,7 @@ async def test_temperature_1_is_probed_together_with_0_7_to_tell_raw_from_proces
 
 
 def test_the_remedy_for_the_embedded_engine_does_not_mention_server_flags() -> None:
-    found = compare_logprobs([], 0, ComparisonContext("float32", "embedded"))
+    found = compare_logprobs([], 0, "float32", "embedded")
     assert found.verdict == "answers"
     assert "report" in found.line
     assert "server" not in found.line
@@ -315,7 +314,7 @@ def test_the_remedy_for_the_embedded_engine_does_not_mention_server_flags() -> N
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 @pytest.mark.parametrize("verdict", ["answers", "vocabulary", "raw", "cut", "dtype", "weights"])
 def test_every_server_verdict_has_a_one_line_remedy(kind: str, verdict: Verdict) -> None:
-    text = logprob_check.remedy(verdict, ComparisonContext("float32", kind))
+    text = logprob_check.remedy(verdict, "float32", kind)
     assert text
     assert "\n" not in text
 
@@ -342,9 +341,7 @@ def scored_completions(
 def test_rounding_errors_of_either_sign_always_agree(dtype: str, seed: int, share: float, count: int) -> None:
     noise = np.random.default_rng(seed)
     rounding = noise.normal(0, share * TOLERANCES[dtype].mean, count)
-    found = compare_logprobs(
-        scored_completions(rounding, -1 - noise.exponential(1.0, count), 1.0), 0, ComparisonContext(dtype, "vllm")
-    )
+    found = compare_logprobs(scored_completions(rounding, -1 - noise.exponential(1.0, count), 1.0), 0, dtype, "vllm")
     assert found.agrees, found.line
 
 
@@ -353,7 +350,7 @@ def test_rounding_errors_of_either_sign_always_agree(dtype: str, seed: int, shar
 def test_large_differences_of_either_sign_never_agree(dtype: str, seed: int, by: float, count: int) -> None:
     noise = np.random.default_rng(seed)
     found = compare_logprobs(
-        scored_completions(noise.normal(0, by, count), np.full(count, -30.0), 1.0), 0, ComparisonContext(dtype, "vllm")
+        scored_completions(noise.normal(0, by, count), np.full(count, -30.0), 1.0), 0, dtype, "vllm"
     )
     assert found.verdict == "weights"
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.scripted import SMALL, Script
 from controller.simulated import make_scheduler
+from outpace.controller.batcher import ReplayEntry
 from outpace.controller.events import Admit, BatchTrained, ChunkTrained, EngineLoaded, Published, RunStarted, TrainChunk
 from outpace.controller.ledger import LedgerState
-from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded
+from outpace.controller.recovery import RecoveredWork, SchedulerState, choose_recovered, recorded
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.scheduler_state import SchedulerState
 from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, GroupOrder, GroupReport, Version
 
-RULES = RecoveryRules(
-    version=3, open=frozenset({4, 5}), cursor=8, limit=None, lag=1, groups_per_step=2, steps=None, pool=frozenset()
-)
+OPEN = SchedulerState(10, 0, True, version=3, ledger=LedgerState(cursor=8, queued=[4, 5]))
+SETTINGS = replace(SMALL, max_lag=1, groups_per_step=2, steps=None)
 
 
 def journaled(group: int, position: int, min_version: Version = 3, newest: Version | None = None) -> FinishedGroup:
@@ -36,49 +36,53 @@ def groups(found: tuple[FinishedGroup, ...]) -> list[int]:
 
 
 def test_a_group_with_a_token_newer_than_the_checkpoint_is_sampled_again() -> None:
-    assert groups(choose_recovered([journaled(0, 4, newest=4), journaled(1, 5)], RULES).finished) == [1]
+    assert groups(choose_recovered([journaled(0, 4, newest=4), journaled(1, 5)], OPEN, SETTINGS).finished) == [1]
 
 
 def test_groups_of_finalized_visits_are_left_out_and_groups_of_later_visits_are_kept() -> None:
     assert groups(
-        choose_recovered([journaled(0, 3), journaled(1, 7), journaled(2, 8), journaled(3, 11)], RULES).finished
+        choose_recovered([journaled(0, 3), journaled(1, 7), journaled(2, 8), journaled(3, 11)], OPEN, SETTINGS).finished
     ) == [2, 3]
 
 
 def test_a_visit_beyond_the_last_epoch_is_left_out() -> None:
-    assert groups(choose_recovered([journaled(0, 8), journaled(1, 10)], replace(RULES, limit=10)).finished) == [0]
+    assert groups(
+        choose_recovered([journaled(0, 8), journaled(1, 10)], OPEN, replace(SETTINGS, epochs=1)).finished
+    ) == [0]
 
 
 def test_a_group_whose_deadline_has_passed_is_sampled_again() -> None:
     assert groups(
-        choose_recovered([journaled(0, 4, min_version=1), journaled(1, 5, min_version=2)], RULES).finished
+        choose_recovered([journaled(0, 4, min_version=1), journaled(1, 5, min_version=2)], OPEN, SETTINGS).finished
     ) == [1]
 
 
 def test_only_one_of_two_groups_of_the_same_visit_is_kept() -> None:
-    assert groups(choose_recovered([journaled(0, 4), journaled(9, 4)], RULES).finished) == [0]
+    assert groups(choose_recovered([journaled(0, 4), journaled(9, 4)], OPEN, SETTINGS).finished) == [0]
 
 
 def test_no_more_groups_are_kept_than_can_be_trained_before_their_deadlines() -> None:
     due_now = [journaled(group, group, min_version=2) for group in range(8, 12)]  # all due in batch 3, which takes two
     later = [journaled(group, group) for group in range(12, 16)]  # due in batch 4
-    assert groups(choose_recovered([*later, *due_now], RULES).finished) == [8, 9, 12, 13]
+    assert groups(choose_recovered([*later, *due_now], OPEN, SETTINGS).finished) == [8, 9, 12, 13]
 
 
 def test_no_more_groups_are_kept_than_the_remaining_steps_need() -> None:
     found = [journaled(group, group) for group in range(8, 12)]
-    assert groups(choose_recovered(found, replace(RULES, steps=4)).finished) == [8, 9]
+    assert groups(choose_recovered(found, OPEN, replace(SETTINGS, steps=4)).finished) == [8, 9]
 
 
 def test_pooled_groups_are_found_by_number_even_though_their_visit_has_ended() -> None:
-    found = choose_recovered([journaled(0, 1), journaled(1, 2)], replace(RULES, pool=frozenset({1})))
+    found = choose_recovered(
+        [journaled(0, 1), journaled(1, 2)], msgspec.structs.replace(OPEN, replay={1: ReplayEntry(0.5, 2, 1)}), SETTINGS
+    )
     assert groups(found.pooled) == [1]
     assert found.finished == ()
 
 
 def test_recorded_completions_count_only_for_visits_that_are_still_open() -> None:
     min_versions = {3: 3, 4: 3, 5: 2, 9: 3, 10: 4}
-    assert recorded(min_versions, [journaled(0, 4)], RULES) == {5: 2, 9: 3}
+    assert recorded(min_versions, [journaled(0, 4)], OPEN, SETTINGS) == {5: 2, 9: 3}
 
 
 # ----------------------------------------------------------------------------------------------------- in the scheduler
@@ -138,9 +142,8 @@ def test_the_scheduler_can_resume_from_any_journal_contents(found: list[tuple[in
         journaled(100 + n, position, min_version, min_version + newer)
         for n, (position, min_version, newer) in enumerate(found)
     ]
-    settings = replace(SMALL, max_lag=lag)
-    rules = replace(RULES, open=frozenset({4, 5, 6, 7}), lag=lag)
-    recovered = choose_recovered(entries, rules)
+    settings = replace(SMALL, max_lag=lag, steps=None)
+    recovered = choose_recovered(entries, STATE, settings)
     scheduler = Scheduler(settings, make_scheduler(settings).order, STATE, recovered)
     assert scheduler.finished == len(recovered.finished)
     assert all(each.report.newest <= 3 for each in recovered.finished)

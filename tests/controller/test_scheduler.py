@@ -33,7 +33,7 @@ from outpace.controller.events import (
     TrainChunk,
     WriteRecord,
 )
-from outpace.controller.scheduler import SchedulerSettings
+from outpace.controller.pacing import SchedulerSettings
 from outpace.tasks.order import TaskOrder
 from outpace.types import Outcome
 
@@ -96,7 +96,10 @@ def test_with_zero_lag_nothing_is_admitted_until_the_engines_have_the_newest_wei
     assert script.send(Published(1)) == [LoadWeights("e0", 1)]
     assert script.send(EngineLoaded("e0", 1)) == [
         PolicyUpdated(1),
-        *(Admit(number, script.scheduler.order.task(number)[1], 0, 1, position=number) for number in (2, 3)),
+        *(
+            Admit(number, script.scheduler.order.task(number)[1], 0, 1, size=2, position=number, draw=number)
+            for number in (2, 3)
+        ),
     ]
 
 

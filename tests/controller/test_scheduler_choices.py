@@ -29,7 +29,9 @@ from outpace.controller.events import (
     StopRequested,
     TrainChunk,
 )
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
+from outpace.controller.pacing import SchedulerSettings
+from outpace.controller.recovery import decode_state
+from outpace.controller.scheduler import Scheduler
 from outpace.run.session import scheduler_settings
 
 GOVERNOR = GovernorConfig(ess_min=0.5, kl_max=0.1, patience=2, min_lag=0)
@@ -156,7 +158,7 @@ def test_a_checkpoint_without_governor_and_curriculum_state_can_be_resumed() -> 
     ledger = json.loads(json.dumps(state["ledger"]))
     for tally in (*ledger["epochs"], ledger["earlier"]):
         del tally["skipped"]
-    scheduler = Scheduler.restore(settings, make_scheduler(settings).order, {**state, "ledger": ledger})
+    scheduler = Scheduler(settings, make_scheduler(settings).order, decode_state({**state, "ledger": ledger}))
     assert scheduler.max_lag == settings.max_lag
     assert Simulation(scheduler, steady()).run().finish == "done"
 

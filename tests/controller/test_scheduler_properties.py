@@ -38,9 +38,9 @@ from outpace.controller.events import (
     StopRequested,
     WriteRecord,
 )
-from outpace.controller.scheduler import SchedulerSettings
-from outpace.controller.scheduler_state import decode_state
-from outpace.simulator.conductor import Deadlock
+from outpace.controller.pacing import SchedulerSettings
+from outpace.controller.recovery import decode_state
+from outpace.simulator.driver import Deadlock
 from support import examples
 
 seeds = st.integers(0, 2**31)

@@ -26,7 +26,7 @@ from outpace.controller.events import (
     StopRequested,
     WriteRecord,
 )
-from outpace.controller.scheduler import SchedulerSettings
+from outpace.controller.pacing import SchedulerSettings
 from outpace.errors import BadInput
 from support import naming
 

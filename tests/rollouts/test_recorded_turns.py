@@ -402,7 +402,8 @@ async def test_turns_of_a_group_in_flight_when_the_worker_closes_stay_recorded(
     await running
     found = survey_turns(tmp_path)
     assert set(found) == {9}
-    assert (found[9].min_version, found[9].newest, found[9].answers) == (2, 4, 2)
+    assert {head.min_version for head in found[9]} == {2}
+    assert (max(head.newest for head in found[9]), len(found[9])) == (4, 2)
 
 
 async def test_held_out_and_aborted_answers_are_not_recorded(
@@ -421,7 +422,7 @@ async def test_held_out_and_aborted_answers_are_not_recorded(
     assert survey_turns(tmp_path) == {}
 
 
-async def test_the_journal_keeps_the_order_and_the_report_without_views_and_place(
+async def test_the_journal_keeps_the_order_and_the_report_without_views(
     make_engine: Any, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
     ordered = order(show=True)
@@ -429,12 +430,11 @@ async def test_the_journal_keeps_the_order_and_the_report_without_views_and_plac
         ordered
     )
     (found,) = survey_journal(tmp_path / "journal")
-    assert found.place == report.place
-    assert found.kept.order == ordered
+    kept: GroupReport = found.report
+    assert (found.order, kept.place) == (ordered, report.place)
     assert report.views
-    unplaced: GroupReport = found.kept.report
-    assert (unplaced.views, unplaced.place) == ([], None)
-    assert (unplaced.group, unplaced.rewards, unplaced.newest, unplaced.metrics) == (
+    assert not kept.views
+    assert (kept.group, kept.rewards, kept.newest, kept.metrics) == (
         report.group, report.rewards, report.newest, report.metrics,
     )  # fmt: skip
 

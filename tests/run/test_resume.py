@@ -11,7 +11,7 @@ import pytest
 
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.controller.pacing import SchedulerSettings
-from outpace.controller.scheduler_state import SchedulerState
+from outpace.controller.recovery import SchedulerState
 from outpace.errors import BadInput
 from outpace.monitoring.line_file import LineFile
 from outpace.run.resume import ResumePoint, check_tasks, load_resume_point, same_group_config, save_task_fingerprint

@@ -19,9 +19,9 @@ from outpace.controller.events import (
     GroupClosed,
 )
 from outpace.controller.scheduler import Scheduler
-from outpace.simulator.checks import InvariantChecker
-from outpace.simulator.conductor import SimulationObserver
-from outpace.simulator.rollouts import SimulatedCluster
+from outpace.simulator.cluster import SimulatedCluster
+from outpace.simulator.driver import SimulationObserver
+from simulator.checks import InvariantChecker
 
 Visit = tuple[int, int]
 """Epoch and task."""
@@ -48,7 +48,7 @@ class VisitLedger(SimulationObserver):
         self.ends = deepcopy(self._saved)
         self.losses.clear()
         pooled = set(scheduler.pool)
-        finished = set(cluster.rollouts.groups) - pooled
+        finished = set(cluster.groups) - pooled
         return [self, InvariantChecker(scheduler, finished, pooled), SlotChecker(cluster)]
 
     def trained(self, tasks: Iterable[int]) -> Counter[int]:
@@ -94,11 +94,11 @@ class SlotChecker(SimulationObserver):
         self._cluster = cluster
 
     def after_event(self) -> None:
-        fleet, rollouts = self._cluster.fleet, self._cluster.rollouts
-        running = [group for group in rollouts.groups.values() if not group.over]
+        fleet, cluster = self._cluster.fleet, self._cluster
+        running = [group for group in cluster.groups.values() if not group.over]
         in_flight = {episode for group in running for episode in group.episodes if episode.asking}
         assert sum(engine.load for engine in fleet.engines.values()) + len(fleet.unassigned) == len(in_flight)
-        assert rollouts.episodes_running == sum(group.left for group in running)
+        assert cluster.episodes_running == sum(group.left for group in running)
         for engine in fleet.engines.values():
             assert engine.running <= fleet.slots
             assert engine.serves or not engine.load

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.simulator.cluster import SimulatedEngine, SimulatedRequest
-from outpace.simulator.conductor import VirtualClock
+from outpace.simulator.driver import VirtualClock
+from outpace.simulator.fleet import SimulatedEngine, SimulatedRequest
 from outpace.simulator.settings import SimulatedEngineSettings
 from support import examples
 

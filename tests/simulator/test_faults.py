@@ -13,8 +13,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from outpace.controller.events import Action, Admit, CloseBatch
-from outpace.controller.scheduler import SchedulerSettings
-from outpace.simulator.conductor import SimulationObserver
+from outpace.controller.pacing import SchedulerSettings
+from outpace.simulator.driver import SimulationObserver
 from outpace.simulator.run import SimulatedRun, StartState, scheduler_settings
 from outpace.simulator.settings import SimulationSettings
 from simulator.books import VisitLedger

@@ -14,8 +14,8 @@ import pytest
 from driver_support import SETTINGS
 from outpace.controller import events as ev
 from outpace.controller.ledger import LedgerState
+from outpace.controller.recovery import SchedulerState
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.scheduler_state import SchedulerState
 from outpace.controller.task_feed import TaskFeed
 from outpace.errors import BadInput, ComponentFailed
 from outpace.protocols import TaskStream

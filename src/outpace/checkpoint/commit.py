@@ -29,6 +29,7 @@ import re
 import shutil
 import uuid
 import zlib
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -181,11 +182,20 @@ def remove_newer(root: str | Path, step: int) -> None:
 
 def newest_complete(root: str | Path) -> Path | None:
     """Return the newest checkpoint whose files all match the manifest, or None."""
-    for path in _newest_first(Path(root)):
+    return _first_complete(_newest_first(Path(root)))
+
+
+def best_complete(run: str | Path) -> Path | None:
+    """Return the checkpoint with the best held-out reward among those whose files all match the manifest, or None."""
+    return _first_complete(checkpoint_path(Path(run) / CHECKPOINTS, step) for step in best_first(run))
+
+
+def _first_complete(checkpoints: Iterable[Path]) -> Path | None:
+    for path in checkpoints:
         try:
             verify(path)
         except CorruptData as error:
-            log.warning("checkpoint %s is incomplete or damaged (%s); trying the previous one", path, error)
+            log.warning("checkpoint %s is incomplete or damaged (%s); trying the next one", path, error)
         else:
             return path
     return None
@@ -220,7 +230,10 @@ def read_manifest(checkpoint: str | Path) -> CheckpointManifest:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    return _step_of(Path(checkpoint).name.removeprefix(_REPLACED))
+    name = Path(checkpoint).name
+    match = _STEP.fullmatch(name.removeprefix(_REPLACED))
+    assert match is not None, f"{name} is not the name of a checkpoint"
+    return int(match.group(1))
 
 
 def list_steps(root: str | Path) -> list[int]:
@@ -239,12 +252,6 @@ def checkpoint_path(root: str | Path, step: int) -> Path:
 
 def _name(step: int) -> str:
     return f"step-{step:06d}"
-
-
-def _step_of(name: str) -> int:
-    match = _STEP.fullmatch(name)
-    assert match is not None, f"{name} is not the name of a checkpoint"
-    return int(match.group(1))
 
 
 def _newest_first(root: Path) -> list[Path]:

@@ -10,21 +10,19 @@ torch is needed only to merge adapters into the base model.
 from __future__ import annotations
 
 import json
-import logging
+import math
 import os
 import shutil
-import struct
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from outpace.checkpoint.commit import CHECKPOINTS, MANIFEST, best_first, checkpoint_path, newest_complete, verify
+from outpace.checkpoint.commit import CHECKPOINTS, MANIFEST, best_complete, newest_complete, verify
 from outpace.config.load import RESOLVED_FILE, read_resolved
 from outpace.errors import BadInput, CorruptData
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json, parse_adapter_config
-
-log = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
 
@@ -41,7 +39,6 @@ _COMPANIONS = (
     "LICENSE*",
 )
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-_MAX_HEADER = 100_000_000  # limit of the safetensors format
 
 
 def export(run_or_checkpoint_dir: str | Path, out_dir: str | Path, best: bool = False, adapter: bool = False) -> Path:
@@ -90,22 +87,10 @@ def _find(given: Path, best: bool) -> tuple[Path, Path]:
         return given.resolve().parent.parent, given
     if not (given / "config.toml").is_file():
         raise BadInput(f"export: {given} is neither a run directory nor a checkpoint")
-    checkpoint = _best_complete(given) if best else newest_complete(given / CHECKPOINTS)
+    checkpoint = best_complete(given) if best else newest_complete(given / CHECKPOINTS)
     if checkpoint is None:
         raise BadInput(f"export: {given} has no complete checkpoint" + " that was evaluated" * best)
     return given, checkpoint
-
-
-def _best_complete(run: Path) -> Path | None:
-    for step in best_first(run):
-        checkpoint = checkpoint_path(run / CHECKPOINTS, step)
-        try:
-            verify(checkpoint)
-        except CorruptData as error:
-            log.warning("checkpoint %s is incomplete or damaged (%s); trying the next best", checkpoint, error)
-        else:
-            return checkpoint
-    return None
 
 
 def _find_weights(checkpoint: Path) -> Path:
@@ -179,18 +164,12 @@ def _companions(source: Path) -> Iterator[Path]:
 
 
 def _dtype(weights: Path) -> str | None:
-    """Return the dtype of most weight bytes, or None if it is not in `_DTYPES`."""
-    nbytes: dict[str, int] = {}
-    for entry in _header(weights).values():
-        begin, end = entry["data_offsets"]
-        nbytes[entry["dtype"]] = nbytes.get(entry["dtype"], 0) + end - begin
-    return _DTYPES.get(max(nbytes, key=lambda name: nbytes[name])) if nbytes else None
+    """Return the dtype of most weights, or None if it is not in `_DTYPES`."""
+    from safetensors import safe_open
 
-
-def _header(weights: Path) -> dict[str, Any]:
-    with weights.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > _MAX_HEADER:
-            raise CorruptData(f"{weights} is not a safetensors file")
-        header = json.loads(file.read(length))
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    sizes: Counter[str] = Counter()
+    with safe_open(weights, framework="numpy") as file:
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            tensor = file.get_slice(name)
+            sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    return _DTYPES.get(max(sizes, key=sizes.__getitem__)) if sizes else None

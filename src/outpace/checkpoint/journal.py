@@ -3,8 +3,8 @@
     worker ─ JournalWriter.append ─▶ segment files ─ read ─▶ learner
     restart: survey ─▶ finished groups ─ compact ─▶ only those still needed
 
-The head of an entry is what the controller needs to recover the group (`Kept`); its body is what the learner reads
-(`GroupRecord`). Each writer appends to its own segments. Segments whose groups are all accounted for are deleted.
+The head of an entry is what the controller needs to recover the group (`FinishedGroup`); its body is what the learner
+reads (`GroupRecord`). Each writer appends to its own segments. Segments whose groups are all accounted for are deleted.
 
 File format, shared with the turn log:
 
@@ -16,7 +16,7 @@ Invariants
 - An entry is complete or it is skipped: the checksum covers both lengths and every byte of head and body.
 - Torn bytes are only at the end of a file: a failed append is undone, or nothing is appended after it.
 - File numbers of an owner increase from the highest existing one. An owner that never removes its newest file never
-  reuses a name, so a `Place` stays valid as long as its file exists.
+  reuses a name, so a `JournalLocation` stays valid as long as its file exists.
 
 Killing the process loses nothing that was appended. Appends do not wait for the disk: a power loss may lose the newest
 entries, and the checksums show which.
@@ -33,9 +33,10 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+
+from msgspec.structs import replace
 
 from outpace.checkpoint.commit import fsync_path
 from outpace.errors import CorruptData
@@ -330,44 +331,47 @@ COMPACTED = "kept"
 """Owner of compacted files. No worker has this name, so nothing is appended to them."""
 
 
-@dataclass(frozen=True)
-class JournaledGroup:
-    """A finished group in the journal."""
-
-    place: JournalLocation
-    kept: FinishedGroup
-
-
-def survey_journal(directory: Path) -> list[JournaledGroup]:
-    """Return every finished group in the journal, sorted by place. Torn or damaged entries are skipped with a warning.
+def survey_journal(directory: Path) -> list[FinishedGroup]:
+    """Return every finished group in the journal with its place, sorted by it. Torn or damaged entries are skipped with
+    a warning.
 
     A group stored several times (its worker died before reporting, or a compaction was killed) is returned once: the
     copy with the lowest newest version, which is valid for every checkpoint that any other copy is valid for.
 
     Blocks on the disk: call it off the event loop, before any worker writes."""
-    chosen: dict[tuple[int, int], JournaledGroup] = {}
+    chosen: dict[tuple[int, int], FinishedGroup] = {}
     for found in _all_groups(directory):
-        key = found.kept.order.position, found.kept.order.group
+        key = found.order.position, found.order.group
         known = chosen.get(key)
-        if known is None or found.kept.report.newest < known.kept.report.newest:
+        if known is None or found.report.newest < known.report.newest:
             chosen[key] = found
-    return sorted(chosen.values(), key=lambda found: found.place)
+    return sorted(chosen.values(), key=place_of)
 
 
-def compact_journal(directory: Path, keep: list[JournaledGroup]) -> list[JournaledGroup]:
+def compact_journal(directory: Path, keep: list[FinishedGroup]) -> list[FinishedGroup]:
     """Copy the groups in `keep` to new segments, then delete all others. Returns the groups at their new places.
 
     After a kill at any point, a survey still finds everything in `keep`, possibly some of it twice. Blocks on the disk:
     call it off the event loop, before any worker writes."""
-    places = copy_entries(directory, COMPACTED, KIND, [found.place for found in keep], SEGMENT_BYTES)
+    places = copy_entries(directory, COMPACTED, KIND, map(place_of, keep), SEGMENT_BYTES)
     remove_other_files(directory, KIND, {place.segment for place in places})
-    return [replace(found, place=place) for found, place in zip(keep, places, strict=True)]
+    return [_moved(found, place) for found, place in zip(keep, places, strict=True)]
 
 
-def _all_groups(directory: Path) -> Iterator[JournaledGroup]:
+def _all_groups(directory: Path) -> Iterator[FinishedGroup]:
     for path in list_files(directory, KIND):
         for entry in scan_entries(path):
             try:
-                yield JournaledGroup(entry.place, wire.decode(entry.head, FinishedGroup))
+                yield _moved(wire.decode(entry.head, FinishedGroup), entry.place)
             except wire.WireError as error:
                 log.warning("%s: skipping the entry at byte %d: %s", path, entry.place.offset, error)
+
+
+def place_of(found: FinishedGroup) -> JournalLocation:
+    """Return where the journal has a group."""
+    assert found.report.place is not None
+    return found.report.place
+
+
+def _moved(found: FinishedGroup, place: JournalLocation) -> FinishedGroup:
+    return replace(found, report=replace(found.report, place=place))

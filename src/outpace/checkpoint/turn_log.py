@@ -20,11 +20,10 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -73,15 +72,6 @@ class ClosedGroup(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     position: int
 
 
-@dataclass(frozen=True)
-class TurnsFound:
-    """Recorded answers of an unfinished prompt visit."""
-
-    min_version: Version  # the highest that the visit was admitted with
-    newest: Version
-    answers: int
-
-
 def digest_request(prompt: Ints, sampling: Sampling) -> bytes:
     """Return a digest of the prompt and the sampling parameters, without the seed."""
     digest = hashlib.blake2b(prompt.tobytes(), digest_size=16)
@@ -103,10 +93,6 @@ def pack_answer(order: GroupOrder, episode: int, number: int, request_digest: by
         len(answer.tokens),
     )
     return pack_entry(wire.encode(head), wire.encode(answer))
-
-
-def pack_closed_group(position: int) -> list[bytes]:
-    return pack_entry(wire.encode(ClosedGroup(position)), b"")
 
 
 def version_range(answer: Generation, default: Version) -> tuple[Version, Version]:
@@ -202,16 +188,15 @@ def _answer_at(directory: Path, place: JournalLocation, head: RecordedAnswer) ->
     return wire.decode(entry.body, Generation)
 
 
-def survey_turns(directory: Path, newest: Version | None = None) -> dict[int, TurnsFound]:
-    """Summarize the recorded answers of every open position, without answers that used a version after `newest`.
-
-    Blocks on the disk."""
+def survey_turns(directory: Path, newest: Version | None = None) -> dict[int, list[RecordedAnswer]]:
+    """Return the heads of the recorded answers of every open position, without answers that used a version after
+    `newest`. Blocks on the disk."""
     index = TurnIndex(directory)
     index.refresh()
     heads = {position: [head for _, head in index.answers_of(position)] for position in index.positions()}
     if newest is not None:
         heads = {position: [head for head in found if head.newest <= newest] for position, found in heads.items()}
-    return {position: _summary(found) for position, found in heads.items() if found}
+    return {position: found for position, found in heads.items() if found}
 
 
 def prune_turns(directory: Path, newest: Version, positions: Collection[int] | None = None) -> None:
@@ -225,14 +210,6 @@ def prune_turns(directory: Path, newest: Version, positions: Collection[int] | N
     keep = [place for position in wanted for place, head in index.answers_of(position) if head.newest <= newest]
     places = copy_entries(directory, COMPACTED, KIND, keep, FILE_BYTES)
     remove_other_files(directory, KIND, {place.segment for place in places})
-
-
-def _summary(answers: list[RecordedAnswer]) -> TurnsFound:
-    return TurnsFound(
-        min_version=max(head.min_version for head in answers),
-        newest=max(head.newest for head in answers),
-        answers=len(answers),
-    )
 
 
 def _head_of(path: Path, entry: JournalEntry) -> RecordedAnswer | ClosedGroup | None:
@@ -253,31 +230,7 @@ GATHER_S = 0.05
 Recorded = list[tuple[RecordedAnswer, Generation]]
 
 
-class _RecordJob(NamedTuple):  # created on the event loop; cheaper than a dataclass
-    order: GroupOrder
-    episode: int
-    number: int
-    prompt: Ints
-    sampling: Sampling
-    answer: Generation
-
-
-@dataclass(frozen=True)
-class _CloseGroupJob:
-    position: int
-
-
-@dataclass(frozen=True)
-class _FindJob:
-    position: int
-    found: Future[Recorded]
-
-
-class _StopJob:
-    pass
-
-
-_Job = _RecordJob | _CloseGroupJob | _FindJob | _StopJob
+_Job = Callable[[], None]
 
 
 class TurnLog:
@@ -285,7 +238,7 @@ class TurnLog:
 
     def __init__(self, directory: Path, name: str, spare_bytes: int = SPARE_BYTES) -> None:
         self._writer = _Writer(directory, name, spare_bytes)
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None: stop
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -295,7 +248,7 @@ class TurnLog:
         self, order: GroupOrder, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation
     ) -> None:
         if self._jobs.qsize() < MOST_WAITING:
-            self._put(_RecordJob(order, episode, number, prompt, sampling, answer))
+            self._put(partial(self._writer.record, order, episode, number, prompt, sampling, answer))
         elif not self._overflowed:
             self._overflowed = True
             log.warning("the disk is too slow: some answers of unfinished groups are not recorded")
@@ -303,24 +256,32 @@ class TurnLog:
     def close_group(self, position: int) -> None:
         """Mark the recorded answers of this group as no longer needed."""
         if self._thread is not None:
-            self._put(_CloseGroupJob(position))
+            self._put(partial(self._writer.close_group, position))
 
     def find(self, position: int) -> Recorded:
         """Return all answers of this position, including queued ones. Blocks: call it off the event loop."""
         found: Future[Recorded] = Future()
-        self._put(_FindJob(position, found))
+
+        def find() -> None:
+            try:
+                found.set_result(self._writer.find(position))
+            except Exception:
+                found.set_result([])
+                raise
+
+        self._put(find)
         self._wake.set()
         return found.result()
 
     def close(self) -> None:
         """Write everything that is queued and stop the thread. Does not wait for the disk."""
         if self._thread is not None:
-            self._put(_StopJob())
+            self._put(None)
             self._wake.set()
             self._thread.join()
             self._thread = None
 
-    def _put(self, job: _Job) -> None:
+    def _put(self, job: _Job | None) -> None:
         self._jobs.put(job)
         if self._thread is None:
             self._start()
@@ -334,7 +295,7 @@ class TurnLog:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            if isinstance(job, _StopJob):
+            if job is None:
                 self._writer.stop()
                 return
             self._writer.run(job)
@@ -358,20 +319,34 @@ class _Writer:
         self._took_over = False
         self._failing = False
 
-    def run(self, job: _RecordJob | _CloseGroupJob | _FindJob) -> None:
+    def run(self, job: _Job) -> None:
         try:
-            self._take_over_files()
-            if isinstance(job, _FindJob):
-                job.found.set_result(self._find(job.position))
-            elif isinstance(job, _CloseGroupJob):
-                self._close_group(job.position)
-            else:
-                self._record(job)
-                self._failing = False
+            job()
         except Exception as error:  # a recording error must not end the run
             self._log_failure(error)
-            if isinstance(job, _FindJob) and not job.found.done():
-                job.found.set_result([])
+
+    def record(
+        self, order: GroupOrder, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation
+    ) -> None:
+        self._take_over_files()
+        place = self._append(pack_answer(order, episode, number, digest_request(prompt, sampling), answer))
+        self._add(order.position, place)
+        self._failing = False
+
+    def close_group(self, position: int) -> None:
+        self._take_over_files()
+        closed = self._open.pop(position, None)
+        if closed is None:
+            return
+        self._open_bytes -= sum(place.length for place in closed)
+        self._append(pack_entry(wire.encode(ClosedGroup(position)), b""))
+        if self._all_bytes - self._open_bytes > self._open_bytes + self._spare_bytes:
+            self._rewrite()
+
+    def find(self, position: int) -> Recorded:
+        self._take_over_files()
+        self._index.refresh()
+        return list(read_answers(self._directory, self._index.answers_of(position)))
 
     def stop(self) -> None:
         """Close the file. Delete the files of this log if nothing in them is needed."""
@@ -397,24 +372,6 @@ class _Writer:
             for place, _ in self._index.answers_of(position):
                 if file_owner(place.segment) == self._name:
                     self._add(position, place)
-
-    def _record(self, job: _RecordJob) -> None:
-        request_digest = digest_request(job.prompt, job.sampling)
-        place = self._append(pack_answer(job.order, job.episode, job.number, request_digest, job.answer))
-        self._add(job.order.position, place)
-
-    def _close_group(self, position: int) -> None:
-        closed = self._open.pop(position, None)
-        if closed is None:
-            return
-        self._open_bytes -= sum(place.length for place in closed)
-        self._append(pack_closed_group(position))
-        if self._all_bytes - self._open_bytes > self._open_bytes + self._spare_bytes:
-            self._rewrite()
-
-    def _find(self, position: int) -> Recorded:
-        self._index.refresh()
-        return list(read_answers(self._directory, self._index.answers_of(position)))
 
     def _append(self, pieces: list[bytes]) -> JournalLocation:
         if self._file is None:

@@ -25,15 +25,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
-from outpace.config.sections import SuperviseConfig
+from outpace.config import Config
 from outpace.controller import events as ev
 from outpace.controller.engine_registry import Components, EngineRegistry, FleetMembership, StartEngine
 from outpace.controller.evaluation import Evaluator
 from outpace.controller.failure_budget import LimitReached
-from outpace.controller.groups import GroupSettings, GroupTracker
+from outpace.controller.groups import GroupTracker
 from outpace.controller.policy_versions import PolicyVersions
 from outpace.controller.recorder import Recorder
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork
@@ -54,15 +53,6 @@ WATCH_S = 1.0
 """Maximum interval between watchdog ticks."""
 
 
-@dataclass(frozen=True)
-class DriverSettings:
-    stall_s: float
-    groups: GroupSettings
-    supervise: SuperviseConfig
-    all_engines: bool = False  # the run cannot continue without every engine
-    leaving_s: float = 60.0  # how long a leaving engine may take to finish its requests
-
-
 class Driver:
     """Runs the scheduler against real components until it finishes."""
 
@@ -73,7 +63,7 @@ class Driver:
         recorder: Recorder,
         evaluator: Evaluator,
         save: SaveCheckpoint,
-        settings: DriverSettings,
+        config: Config,
         recovered: RecoveredWork = NO_RECOVERED_WORK,
         start_engine: StartEngine | None = None,
         stream: tuple[TaskStream, StreamedTasks] | None = None,
@@ -87,20 +77,22 @@ class Driver:
         post = self._queue.put_nowait
         self._tasks: set[asyncio.Task[None]] = set()
         self._awaited_tasks: set[asyncio.Task[None]] = set()  # tasks that the end of the run waits for
-        self._watchdog = Watchdog(settings.stall_s)
+        self._watchdog = Watchdog(config.run.stall_s)
         sockets = {name: components.sockets.get(name, "") for name in components.engines}
         self._registry = EngineRegistry(sockets, components.workers)
         self._supervisor = ComponentSupervisor(
             components.runtime,
             components.names,
             components.engines,
-            settings.supervise,
+            config.supervise,
             post,
             self._notice,
-            self._registry.resend,
-            settings.all_engines,
+            self._registry.notify_workers,
+            all_engines=config.run.deterministic,
         )
-        self._groups = GroupTracker(components, self._supervisor, recorder, settings.groups, recovered, post)
+        self._groups = GroupTracker(
+            components, self._supervisor, recorder, config, recovered, scheduler.version > 0, post
+        )
         self._training = Training(scheduler, components, self._supervisor, recorder, self._groups, save, post)
         self._policy_versions = PolicyVersions(
             components,
@@ -122,7 +114,6 @@ class Driver:
                 start_engine,
                 post,
                 recorder.console.status,
-                settings.leaving_s,
             )
             if start_engine
             else None
@@ -244,11 +235,11 @@ class Driver:
             case ev.LagChanged():
                 self._recorder.lag_changed(action.by)
             case ev.EpochStarted():
-                self._recorder.epoch_started(action.epoch)
+                self._recorder.callbacks.post("on_epoch_start", action.epoch)
             case ev.EpochEnded():
-                self._recorder.epoch_ended(action.epoch)
+                self._recorder.callbacks.post("on_epoch_end", action.epoch)
             case ev.PolicyUpdated():
-                self._recorder.policy_updated(action.version)
+                self._recorder.callbacks.post("on_policy_updated", action.version)
             case ev.Finish():
                 self._finish = action.reason
                 self._training.leave()

@@ -25,7 +25,6 @@ import msgspec
 
 from outpace.config.engines import server_address
 from outpace.controller import events as ev
-from outpace.controller.events import Event
 from outpace.controller.supervisor import ComponentSupervisor
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, one_line
 from outpace.monitoring import fleet_orders
@@ -42,7 +41,7 @@ class EngineRegistry:
         self._members = {name: FleetMember(name, socket, serves=False) for name, socket in sockets.items()}
         self._workers = workers
         self._updates = {name: asyncio.Event() for name in workers}
-        self._notify_workers()
+        self.notify_workers()
 
     @property
     def members(self) -> list[FleetMember]:
@@ -66,7 +65,7 @@ class EngineRegistry:
                 self._change(engine, serves=False, pinned=None)
             case ev.EngineLeft(engine):
                 self._members.pop(engine, None)
-                self._notify_workers()
+                self.notify_workers()
 
     def add(self, name: str, socket: str) -> None:
         """Add an engine that is about to join."""
@@ -90,16 +89,13 @@ class EngineRegistry:
         """Return whether all of these engines still hold `version` pinned."""
         return {member.name for member in self._members.values() if member.pinned == version} >= set(names)
 
-    def resend(self, component: str) -> None:
-        """Send the fleet to all workers again, after a component was restarted."""
-        self._notify_workers()
-
     def _change(self, name: str, **fields: object) -> None:
         if name in self._members:
             self._members[name] = msgspec.structs.replace(self._members[name], **fields)
-            self._notify_workers()
+            self.notify_workers()
 
-    def _notify_workers(self) -> None:
+    def notify_workers(self) -> None:
+        """Have the fleet sent to all workers, after it changed or a component was restarted."""
         for update in self._updates.values():
             update.set()
 
@@ -123,7 +119,7 @@ class EngineRegistry:
 
 LEARNER = "learner"
 
-PostEvent = Callable[[Event | BaseException], None]
+PostEvent = Callable[[ev.Event | BaseException], None]
 """Puts an event into the driver's queue, or the error that must end the run."""
 
 
@@ -146,6 +142,9 @@ class Components:
 ORDER_POLL_S = 1.0
 """Polling interval for orders."""
 
+DRAIN_S = 60.0
+"""How long a leaving engine may take to finish its requests."""
+
 DRAIN_POLL_S = 0.2
 JOIN_POLL_S = 0.2
 
@@ -166,16 +165,13 @@ class FleetMembership:
         start_engine: StartEngine,
         post: PostEvent,
         report: Callable[[str], None],
-        drain_s: float,
     ) -> None:
-        """`drain_s`: how long a leaving engine may take to finish its requests."""
         self._components = components
         self._supervisor = supervisor
         self._registry = registry
         self._start_engine = start_engine
         self._post = post
         self._report = report
-        self._drain_s = drain_s
         self._orders = fleet_orders.OrderReader(run)
         self._file = fleet_orders.FleetFile(run)
         self._shown: fleet_orders.FleetState | None = None
@@ -283,7 +279,7 @@ class FleetMembership:
 
     async def _drain(self, name: str) -> None:
         try:
-            async with asyncio.timeout(self._drain_s):
+            async with asyncio.timeout(DRAIN_S):
                 while (await self._components.engines[name].stats()).running:  # noqa: ASYNC110 (state of another process)
                     await asyncio.sleep(DRAIN_POLL_S)
         except (TimeoutError, ComponentFailed) as error:

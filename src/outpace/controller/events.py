@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outpace.types import Outcome, Version
+from outpace.types import GroupOrder, Outcome, Version
 
 # ---------------------------------------------------------------------------------------------------------- events
 
@@ -135,21 +135,8 @@ Event = (
 # --------------------------------------------------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True)
-class Admit:
-    """Start this group: task number `task` of the source, sampled by versions >= `min_version` only.
-
-    `position` is the prompt visit's index in the task order over all epochs. `recorded`: an earlier start of the
-    run worked on it and its recorded completions may be reused. `again`: it was cancelled before because it was
-    too slow."""
-
-    group: int
-    task: int
-    epoch: int
-    min_version: Version
-    position: int = 0
-    recorded: bool = False
-    again: bool = False
+Admit = GroupOrder
+"""Start this group. Reply: GroupClosed."""
 
 
 @dataclass(frozen=True)

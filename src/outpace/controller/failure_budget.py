@@ -6,9 +6,9 @@ Pure: both classes only count group reports.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
-from outpace.errors import ComponentFailed, clip, one_line, plural
+from outpace.config.sections import PacingConfig
+from outpace.errors import ComponentFailed, one_line, plural
 from outpace.monitoring.format import number, printable
 from outpace.types import GroupReport
 
@@ -21,16 +21,6 @@ FILTERED = 1024
 be hit more rarely: once in 10^9."""
 
 
-@dataclass(frozen=True)
-class FailureLimits:
-    """Limits in groups in a row. `filtered` None: `FIRST_FILTERED`, then `FILTERED` once a group was usable."""
-
-    failed: int
-    filtered: int | None
-    notice_every: int
-    resumed: bool = False  # resumed after a step, so a group was usable before
-
-
 class LimitReached(ComponentFailed):
     """Too many groups in a row failed or were filtered. The steps trained so far are worth a checkpoint."""
 
@@ -39,9 +29,10 @@ class FailureBudget:
     """Ends the run after failed groups in a row (user code is broken) or filtered ones (the policy cannot learn from
     these tasks)."""
 
-    def __init__(self, limits: FailureLimits) -> None:
-        self._limits = limits
-        self._usable = limits.resumed
+    def __init__(self, settings: PacingConfig, resumed: bool) -> None:
+        """`resumed`: a step was trained before, so a group was usable."""
+        self._settings = settings
+        self._usable = resumed
         self._failed = 0
         self._filtered = 0
         self._causes: Counter[tuple[str, str]] = Counter()  # of the failed groups in a row
@@ -49,12 +40,12 @@ class FailureBudget:
         self._example: GroupReport | None = None  # a filtered group with a rollout to show
         self._failures = 0  # over the whole run
         self._next_failure_notice = 1
-        self._next_filtered_notice = limits.notice_every
+        self._next_filtered_notice = 4 * settings.groups_per_step
 
     def note(self, report: GroupReport) -> str | None:
         """Count a group and return a console message if one is due. Raise `LimitReached` at a limit."""
         self._count(report)
-        if self._failed >= self._limits.failed:
+        if self._failed >= self._settings.max_failed:
             raise LimitReached("rollouts", self._why_failed(report), report.traceback)
         if self._filtered >= self._filtered_limit:
             raise LimitReached("rollouts", self._why_filtered(report))
@@ -62,7 +53,7 @@ class FailureBudget:
 
     @property
     def _filtered_limit(self) -> int:
-        return self._limits.filtered or (FILTERED if self._usable else FIRST_FILTERED)
+        return self._settings.max_filtered or (FILTERED if self._usable else FIRST_FILTERED)
 
     def _count(self, report: GroupReport) -> None:
         if report.outcome == "failed":
@@ -102,15 +93,8 @@ class FailureBudget:
         rewards = f"; rewards: {values}{others}" if values else ""
         return (
             f"{plural(self._filtered, 'group')} in a row were filtered (pacing.max_filtered): "
-            f"{one_line(last.reason)}{rewards}{self._describe_example()}. {self._advice()}"
+            f"{one_line(last.reason)}{rewards}{_example(self._example)}. {self._advice()}"
         )
-
-    def _describe_example(self) -> str:
-        if self._example is None:
-            return ""
-        view = self._example.views[0]
-        prompt, completion = (one_line(text, 160) for text in (view.prompt, view.completion))
-        return f"; example: prompt {prompt!r}, completion {completion!r}, reward {number(view.reward)}"
 
     def _advice(self) -> str:
         if len(self._rewards) > 1:
@@ -150,9 +134,6 @@ def _last_code_line(traceback: str) -> str:
     return one_line(places[-1], 200) if places else ""
 
 
-EXAMPLE_CHARS = 120
-
-
 class FirstGroupsCheck:
     """Warns once if none of the first groups can be trained on."""
 
@@ -190,10 +171,10 @@ class FirstGroupsCheck:
         return ", ".join([*causes, *([f"{others} for other reasons"] if others else [])])
 
 
-def _example(report: GroupReport) -> str:
-    if not report.views:
+def _example(report: GroupReport | None) -> str:
+    if report is None or not report.views:
         return ""
     view = report.views[0]
-    prompt, completion = (clip(printable(text), EXAMPLE_CHARS) for text in (view.prompt, view.completion))
+    prompt, completion = (one_line(text, 160) for text in (view.prompt, view.completion))
     scored = "" if report.outcome == "failed" else f", reward {number(view.reward)}"
     return f"; for example task {printable(view.task_id)}: prompt {prompt!r}, completion {completion!r}{scored}"

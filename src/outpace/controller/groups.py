@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import count
 
 import msgspec
 
+from outpace.config import Config
 from outpace.controller import events as ev
 from outpace.controller.engine_registry import Components, PostEvent
-from outpace.controller.failure_budget import FailureBudget, FailureLimits, FirstGroupsCheck
+from outpace.controller.failure_budget import FailureBudget, FirstGroupsCheck
 from outpace.controller.recorder import FinalizedVisit, Recorder
 from outpace.controller.recovery import RecoveredWork, group_closed_event
 from outpace.controller.supervisor import ComponentSupervisor
@@ -100,18 +100,8 @@ def _number(segment: str) -> int:
     return int(segment.rpartition("-")[2].partition(".")[0])
 
 
-REPEATED_DRAWS = 1 << 40
-"""Draw numbers from here on belong to repeated visits that were cancelled before; no position is this high."""
-
 WARN_AFTER_GROUPS = 6
 """Warn if none of this many first groups can be trained on."""
-
-
-@dataclass(frozen=True)
-class GroupSettings:
-    group_size: int
-    save_rollouts: int  # groups per step
-    limits: FailureLimits
 
 
 class GroupTracker:
@@ -122,19 +112,21 @@ class GroupTracker:
         components: Components,
         supervisor: ComponentSupervisor,
         recorder: Recorder,
-        settings: GroupSettings,
+        config: Config,
         recovered: RecoveredWork,
+        resumed: bool,
         post: PostEvent,
     ) -> None:
-        """`recovered` is the work recovered from the journal, as given to the scheduler."""
+        """`recovered` is the work recovered from the journal, as given to the scheduler. `resumed`: a step was trained
+        before."""
         self._components = components
         self._supervisor = supervisor
         self._recorder = recorder
-        self._settings = settings
+        self._config = config
         self._post = post
         self._names = list(components.workers)
-        self._budget = FailureBudget(settings.limits)
-        has_trained = settings.limits.resumed or bool(recovered.finished)
+        self._budget = FailureBudget(config.pacing, resumed)
+        has_trained = resumed or bool(recovered.finished)
         self._first_groups = None if has_trained else FirstGroupsCheck(WARN_AFTER_GROUPS, str(recorder.log.dir))
         self._orders = {kept.order.group: kept.order for kept in recovered.finished}
         self._reports = {kept.order.group: kept.report for kept in recovered.finished}
@@ -146,24 +138,12 @@ class GroupTracker:
         for kept in (*recovered.finished, *recovered.pooled):
             self.journal.restored(kept.report)
 
-    async def run(self, admit: ev.Admit) -> None:
+    async def run(self, order: GroupOrder) -> None:
         """Run an admitted group and post `GroupClosed`."""
         diagnostics.crash_point("controller.admit")
-        order = GroupOrder(
-            admit.group,
-            admit.task,
-            admit.epoch,
-            admit.min_version,
-            self._settings.group_size,
-            position=admit.position,
-            recorded=admit.recorded,
-            # Seeded by the visit: rerunning it after a kill samples the same completions, so that kills do not favor
-            # short ones. A visit that was cancelled for being slow gets a fresh draw.
-            draw=REPEATED_DRAWS + admit.group if admit.again else admit.position,
-        )
-        self._recorder.group_started(order)
-        self._orders[admit.group] = order
-        with waiting(f"group {admit.group}"):
+        self._recorder.callbacks.post("on_rollout_start", order)
+        self._orders[order.group] = order
+        with waiting(f"group {order.group}"):
             report = await self.run_order(order)
         diagnostics.crash_point("controller.group_closed")
         self._group_closed(report)
@@ -247,7 +227,7 @@ class GroupTracker:
 
     async def record_rollouts(self, step: Version, groups: Sequence[FinishedGroup]) -> None:
         """Have a worker write evenly spaced sample groups of a step to `rollouts/`."""
-        count = min(self._settings.save_rollouts, len(groups))
+        count = min(self._config.run.save_rollouts, len(groups))
         chosen = [groups[index * len(groups) // count] for index in range(count)]
         places = [kept.report.place for kept in chosen if kept.report.place]
         if places:

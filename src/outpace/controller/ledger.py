@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Collection
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -55,13 +55,7 @@ class EpochCounts(msgspec.Struct):
         setattr(self, outcome, getattr(self, outcome) + count)
 
     def as_counts(self) -> dict[str, int]:
-        return {
-            "trained": self.trained,
-            "filtered": self.filtered,
-            "failed": self.failed,
-            "dropped": self.dropped,
-            "skipped": self.skipped,
-        }
+        return {outcome: getattr(self, outcome) for outcome in get_args(FinalOutcome)}
 
 
 class LedgerState(msgspec.Struct, frozen=True):

@@ -102,34 +102,21 @@ class LogprobComparison:
         return self.verdict == "agrees"
 
 
-@dataclass(frozen=True)
-class ComparisonContext:
-    """The run's dtype, which sets the tolerance, and the engine kind, which decides the flags named in the remedy."""
-
-    dtype: str
-    kind: str = "embedded"
-
-    @property
-    def noise(self) -> LogprobTolerance:
-        return TOLERANCES[self.dtype]
-
-
-def compare_logprobs(
-    samples: Sequence[ScoredCompletion], version: Version, terms: ComparisonContext
-) -> LogprobComparison:
-    """Compare the samples with the learner at `version` and return a verdict."""
+def compare_logprobs(samples: Sequence[ScoredCompletion], version: Version, dtype: str, kind: str) -> LogprobComparison:
+    """Compare the samples with the learner at `version` and return a verdict. The run's `dtype` sets the tolerance, the
+    engine `kind` decides the flags named in the remedy."""
     if fault := next(filter(None, map(_malformed, samples)), "" if samples else "no completion was requested"):
-        return LogprobComparison("answers", f"{fault}; {remedy('answers', terms)}")
+        return LogprobComparison("answers", f"{fault}; {remedy('answers', dtype, kind)}")
     learner_N = np.concatenate([sample.learner_N for sample in samples])
     if not np.isfinite(learner_N).all():
         largest = max(int(sample.generation.tokens.max()) for sample in samples)
         text = f"it returns token ids that the model does not have (the largest is {largest})"
-        return LogprobComparison("vocabulary", f"{text}; {remedy('vocabulary', terms)}", tokens=len(learner_N))
+        return LogprobComparison("vocabulary", f"{text}; {remedy('vocabulary', dtype, kind)}", tokens=len(learner_N))
     difference_N = np.concatenate([sample.generation.logprobs for sample in samples]) - learner_N
-    verdict, text = _classify(samples, difference_N, version, terms)
+    verdict, text = _classify(samples, difference_N, version, dtype)
     return LogprobComparison(
         verdict,
-        text if verdict == "agrees" else f"{text}; {remedy(verdict, terms)}",
+        text if verdict == "agrees" else f"{text}; {remedy(verdict, dtype, kind)}",
         tokens=len(difference_N),
         mean=float(np.abs(difference_N).mean()),
         high=float(np.quantile(np.abs(difference_N), HIGH_QUANTILE)),
@@ -156,9 +143,9 @@ _MAX_LOGPROB = 1e-3
 
 
 def _classify(
-    samples: Sequence[ScoredCompletion], difference_N: Floats, version: Version, terms: ComparisonContext
+    samples: Sequence[ScoredCompletion], difference_N: Floats, version: Version, dtype: str
 ) -> tuple[Verdict, str]:
-    absolute_N, noise = np.abs(difference_N), terms.noise
+    absolute_N, noise = np.abs(difference_N), TOLERANCES[dtype]
     numbers = f"mean logprob difference {absolute_N.mean():.2g}, largest {absolute_N.max():.2g}"
     versions = sorted({int(each) for sample in samples for each in sample.generation.versions})
     reported = ", ".join(map(str, versions))
@@ -175,7 +162,7 @@ def _classify(
         )
     if all(_within(np.abs(some_N), noise.mean, noise.high) for some_N in by_temperature):
         tokens = plural(len(absolute_N), "token")
-        return "agrees", f"logprobs match within {terms.dtype} rounding ({numbers}, {tokens} of version {version})"
+        return "agrees", f"logprobs match within {dtype} rounding ({numbers}, {tokens} of version {version})"
     if all(np.abs(some_N).mean() <= noise.coarse for some_N in by_temperature):
         return "dtype", f"it computes in a different dtype, or its weights differ slightly ({numbers})"
     return "weights", f"its weights differ from the learner's although both report version {reported} ({numbers})"
@@ -203,24 +190,26 @@ def _is_truncated(difference_N: Floats, noise: LogprobTolerance) -> bool:
     return one_sided and higher > noise.one_sided and float(np.quantile(difference_N, HIGH_QUANTILE)) <= MAX_TRUNCATION
 
 
-def remedy(verdict: Verdict, terms: ComparisonContext) -> str:
+_RAW_REMEDY = {
+    "vllm": "start the server with --logprobs-mode processed_logprobs",
+    "sglang": "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
+}
+_CUT_REMEDY = {
+    "vllm": "start the server with --generation-config vllm and without logits processors",
+    "sglang": "start the server with --sampling-defaults openai and without logit processors",
+}
+
+
+def remedy(verdict: Verdict, dtype: str, kind: str) -> str:
     """Return what to change, for this kind of engine."""
-    if terms.kind == "embedded":
+    if kind == "embedded":
         return "this is a bug in the embedded engine: please report it"
-    raw = {
-        "vllm": "start the server with --logprobs-mode processed_logprobs",
-        "sglang": "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB",
-    }
-    cut = {
-        "vllm": "start the server with --generation-config vllm and without logits processors",
-        "sglang": "start the server with --sampling-defaults openai and without logit processors",
-    }
     remedies: dict[Verdict, str] = {
         "answers": "see the server's log",
         "vocabulary": "serve the model in model.path, with its own tokenizer",
-        "raw": raw[terms.kind],
-        "cut": cut[terms.kind],
-        "dtype": f"start the server with --dtype {terms.dtype}, without quantized weights or KV cache",
+        "raw": _RAW_REMEDY[kind],
+        "cut": _CUT_REMEDY[kind],
+        "dtype": f"start the server with --dtype {dtype}, without quantized weights or KV cache",
         "weights": "serve the model in model.path, or restart the server",
     }
     return remedies[verdict]
@@ -239,12 +228,8 @@ ATTEMPTS = 3
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 1.0
 
 
-@dataclass(frozen=True)
-class ProbeRequest:
-    """A request for a short completion to compare."""
-
-    opening: Ints
-    sampling: Sampling
+ProbeRequest = tuple[Ints, Sampling]
+"""A request for a short completion to compare: its prompt and sampling parameters."""
 
 
 async def compare_engine(
@@ -260,7 +245,6 @@ async def compare_engine(
     deadline_s: float = DEADLINE_S,
 ) -> LogprobComparison:
     """Compare one engine's logprobs with those of the learner at `version`."""
-    terms = ComparisonContext(dtype, kind)
     requests = probe_requests(first_prompts, temperature, seed)
     try:
         async with asyncio.timeout(deadline_s):
@@ -268,10 +252,12 @@ async def compare_engine(
                 *(_generate(engine, number, request) for number, request in enumerate(requests))
             )
     except TimeoutError:
-        return LogprobComparison("answers", f"it did not reply within {deadline_s:g} s; {remedy('answers', terms)}")
+        return LogprobComparison(
+            "answers", f"it did not reply within {deadline_s:g} s; {remedy('answers', dtype, kind)}"
+        )
     except RequestFailed as error:
         return LogprobComparison("answers", f"it rejected a request: {error}")
-    return compare_logprobs(await _score(learner, requests, answers), version, terms)
+    return compare_logprobs(await _score(learner, requests, answers), version, dtype, kind)
 
 
 def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int) -> list[ProbeRequest]:
@@ -279,7 +265,7 @@ def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int)
     informative."""
     temperatures = [temperature] if temperature != 1.0 else [temperature, OTHER_TEMPERATURE]
     return [
-        ProbeRequest(opening, Sampling(max_tokens=PROBE_TOKENS, seed=(seed + number) % 2**63, temperature=each))
+        (opening, Sampling(max_tokens=PROBE_TOKENS, seed=(seed + number) % 2**63, temperature=each))
         for each in temperatures
         for number, opening in enumerate(first_prompts)
     ]
@@ -288,8 +274,9 @@ def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int)
 async def _generate(engine: Engine, number: int, request: ProbeRequest) -> Generation:
     """Generate with whatever version the engine has: waiting for the learner's version could block. A generation that
     the engine did not complete is repeated."""
+    prompt, sampling = request
     for failures in range(1, ATTEMPTS + 1):
-        answer = await engine.generate(f"agreement-{number}", request.opening, request.sampling, 0, None)
+        answer = await engine.generate(f"agreement-{number}", prompt, sampling, 0, None)
         if answer.stop not in ("interrupted", "lost") or failures == ATTEMPTS:
             break
         await asyncio.sleep(backoff_s(failures, FIRST_BACKOFF_S, MAX_BACKOFF_S))
@@ -299,20 +286,23 @@ async def _generate(engine: Engine, number: int, request: ProbeRequest) -> Gener
 async def _score(
     learner: Learner, requests: Sequence[ProbeRequest], answers: Sequence[Generation]
 ) -> list[ScoredCompletion]:
-    sequences = [np.concatenate((q.opening, a.tokens)).astype(np.int32) for q, a in zip(requests, answers, strict=True)]
+    sequences = [
+        np.concatenate((prompt, answer.tokens)).astype(np.int32)
+        for (prompt, _), answer in zip(requests, answers, strict=True)
+    ]
     plain = await learner.logprobs(sequences, 1.0)
     by_temperature = {1.0: plain}
-    for temperature in {request.sampling.temperature for request in requests} - {1.0}:
+    for temperature in {sampling.temperature for _, sampling in requests} - {1.0}:
         by_temperature[temperature] = await learner.logprobs(sequences, temperature)
     return [
         ScoredCompletion(
-            temperature=request.sampling.temperature,
-            max_tokens=request.sampling.max_tokens,
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
             generation=answer,
-            learner_N=by_temperature[request.sampling.temperature][number][len(request.opening) - 1 :],
-            plain_N=plain[number][len(request.opening) - 1 :],
+            learner_N=by_temperature[sampling.temperature][number][len(prompt) - 1 :],
+            plain_N=plain[number][len(prompt) - 1 :],
         )
-        for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        for number, ((prompt, sampling), answer) in enumerate(zip(requests, answers, strict=True))
     ]
 
 

@@ -44,7 +44,6 @@ from typing import Any, Literal, Self
 import msgspec
 
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
-from outpace.errors import BadInput, plural
 from outpace.types import Version
 
 
@@ -147,19 +146,8 @@ class SchedulerSettings:
         )
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_step", "group_size", "chunk_groups", "max_running", "publish_every", "tasks"):
-            if getattr(self, name) < 1:
-                raise BadInput(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_lag", "depth", "warmup_steps", "eval_every", "checkpoint_every"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name} must not be negative, but is {getattr(self, name)}")
-        if self.max_lag < self.publish_every - 1:
-            raise BadInput(
-                f"publishing every {plural(self.publish_every, 'version')} needs max_lag >= {self.publish_every - 1}, "
-                f"not {self.max_lag}: otherwise the engines never get weights fresh enough to serve"
-            )
-        if self.governor is not None and self.deterministic:
-            raise BadInput("governor: run.deterministic needs a fixed lag; turn the governor or run.deterministic off")
+        assert self.max_lag >= self.publish_every - 1, "the engines would never get weights fresh enough to serve"
+        assert self.governor is None or not self.deterministic, "deterministic mode needs a fixed lag"
 
     def is_last(self, version: Version) -> bool:
         return self.steps is not None and version >= self.steps

@@ -100,7 +100,7 @@ class PolicyVersions:
             return  # the engine died while its reply was in flight
         self._failures.pop((engine, restarts), None)
         self._longest_s = max(self._longest_s, report.seconds)
-        self._recorder.loaded(engine, report)
+        self._recorder.loaded(report)
         self._post(ev.EngineLoaded(engine, version))
 
     async def _load(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:

@@ -30,7 +30,7 @@ from outpace.types import (
     ChunkReport,
     EngineStats,
     Failure,
-    GroupOrder,
+    FinishedGroup,
     GroupReport,
     LearnerStats,
     LoadReport,
@@ -44,6 +44,16 @@ TIMELINE_SPANS = 4096
 
 FinalizedVisit = tuple[UntrainedVisit, GroupReport | None]
 """A visit that was not trained, and the report on its group if there is one."""
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """A completed step that is not on record yet."""
+
+    report: StepReport
+    chunks: list[ChunkReport]
+    groups: list[FinishedGroup]
+    replayed: list[FinishedGroup]
 
 
 @dataclass
@@ -97,15 +107,6 @@ class Recorder:
     def fault(self, name: str) -> None:
         self._meter.add(f"faults/{name}", 1)
 
-    def epoch_started(self, epoch: int) -> None:
-        self.callbacks.post("on_epoch_start", epoch)
-
-    def epoch_ended(self, epoch: int) -> None:
-        self.callbacks.post("on_epoch_end", epoch)
-
-    def group_started(self, order: GroupOrder) -> None:
-        self.callbacks.post("on_rollout_start", order)
-
     def group_closed(self, report: GroupReport) -> None:
         self._closed[report.group] = msgspec.structs.replace(report, views=[])
         if report.outcome == "failed":
@@ -125,17 +126,11 @@ class Recorder:
     def lag_changed(self, by: int) -> None:
         self._meter.add("governor/raised" if by > 0 else "governor/lowered", abs(by))
 
-    def batch_started(self, version: Version) -> None:
-        self.callbacks.post("on_batch_start", version)
-
     def published(self, manifest: Manifest) -> None:
         to_metrics.record_publish(self._meter, manifest)
 
-    def loaded(self, engine: str, report: LoadReport) -> None:
+    def loaded(self, report: LoadReport) -> None:
         to_metrics.record_load(self._meter, report)
-
-    def policy_updated(self, version: Version) -> None:
-        self.callbacks.post("on_policy_updated", version)
 
     def checkpointed(self, version: Version) -> None:
         self.callbacks.post("on_checkpoint", version, commit.checkpoint_path(self.log.dir / CHECKPOINTS, version))
@@ -159,10 +154,7 @@ class Recorder:
 
     def step_done(
         self,
-        step: StepReport,
-        chunks: list[ChunkReport],
-        groups: list[tuple[GroupOrder, GroupReport]],
-        replayed: list[tuple[GroupOrder, GroupReport]],
+        step: TrainedStep,
         engines: dict[str, EngineStats],
         learner: LearnerStats,
         core: Scheduler,
@@ -170,27 +162,28 @@ class Recorder:
         accounted: int,
     ) -> None:
         self._trained_at = time.monotonic()
-        failures = self._record_groups(report for _, report in (*groups, *finalized))
-        for chunk in chunks:
+        reports = [*(kept.report for kept in step.groups), *(report for _, report in finalized)]
+        failures = self._record_groups(reports)
+        for chunk in step.chunks:
             to_metrics.record_chunk(self._meter, chunk)
-        to_metrics.record_step(self._meter, step)
+        to_metrics.record_step(self._meter, step.report)
         to_metrics.record_engines(self._meter, engines.values())
         to_metrics.record_queue(self._meter, core.running, core.finished)
-        to_metrics.record_scheduling(self._meter, core.max_lag, core.resting, len(replayed))
+        to_metrics.record_scheduling(self._meter, core.max_lag, core.resting, len(step.replayed))
         self._account.engines(engines)
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.run_total())
         self._meter.add("time/total_s", self._wall_s)
         metrics = self._meter.flush()
-        version = step.version - 1
-        lines = [_batch_group(version, *group) for group in groups]
-        lines += [_batch_group(version, *group, replay=True) for group in replayed]
-        self.log.batch(step.version, version, lines, [visit for visit, _ in finalized], accounted, failures)
+        version = step.report.version
+        groups = [_batch_group(version - 1, kept) for kept in step.groups]
+        groups += [_batch_group(version - 1, kept, replay=True) for kept in step.replayed]
+        self.log.batch(version, version - 1, groups, [visit for visit, _ in finalized], accounted, failures)
         diagnostics.crash_point("controller.line_written")
-        self.log.step(step.version, metrics)
-        self.summary.step(step.version, metrics)
-        self.console.step(step.version, metrics)
-        self.callbacks.post("on_batch_end", {"step": step.version} | metrics)
+        self.log.step(version, metrics)
+        self.summary.step(version, metrics)
+        self.console.step(version, metrics)
+        self.callbacks.post("on_batch_end", {"step": version} | metrics)
 
     def finalized(self, version: Version, finalized: list[FinalizedVisit], accounted: int) -> None:
         """Write a record of the visits finalized between two steps, for the checkpoint that relies on it."""
@@ -229,7 +222,8 @@ class Recorder:
         )
 
 
-def _batch_group(version: Version, order: GroupOrder, report: GroupReport, replay: bool = False) -> BatchGroup:
+def _batch_group(version: Version, kept: FinishedGroup, replay: bool = False) -> BatchGroup:
+    order, report = kept.order, kept.report
     return BatchGroup(
         task_id=report.task_id,
         epoch=order.epoch,

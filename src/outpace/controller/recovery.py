@@ -1,4 +1,4 @@
-"""Recovery: which work of an earlier start can still be used on resume. Pure: a selection from the journal's contents.
+"""Recovery: the state in a checkpoint, and which work of an earlier start can still be used on resume. Pure.
 
 A run resumes from a checkpoint of version c. The journal holds more than that: groups finished later, and even trained
 in versions that no longer exist. Invariants of the selection:
@@ -14,16 +14,51 @@ Groups in the replay pool were trained before c; the checkpoint lists them by nu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean
-from typing import Self
 
+import msgspec
+
+from outpace.controller.batcher import ReplayEntry
+from outpace.controller.curriculum import CurriculumState
 from outpace.controller.events import GroupClosed
-from outpace.controller.pacing import SchedulerSettings
-from outpace.controller.scheduler_state import SchedulerState
+from outpace.controller.ledger import LedgerState
+from outpace.controller.pacing import Governor, GovernorState, Pacing, SchedulerSettings
+from outpace.errors import BadInput, plural
+from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, GroupReport, Version
+
+
+class SchedulerState(msgspec.Struct, frozen=True):
+    """Checkpointed scheduler state. Tokens stay in the journal, which keeps them as long as this state refers to
+    them."""
+
+    tasks: int
+    seed: int
+    shuffle: bool
+    version: Version = 0
+    next_group: int = 0
+    ledger: LedgerState = LedgerState()
+    governor: GovernorState = GovernorState()
+    difficulty: CurriculumState = CurriculumState()
+    replay: dict[int, ReplayEntry] = {}
+
+    def check(self, order: TaskOrder) -> None:
+        """Raise `BadInput` if the tasks or their order differ from the run's."""
+        if self.tasks != order.count:
+            raise BadInput(f"--resume: the run started with {plural(self.tasks, 'task')}, there are {order.count} now")
+        if self.seed != order.seed:
+            raise BadInput(f"--resume: run.seed is {order.seed}, but the run started with {self.seed}")
+        if self.shuffle != order.shuffle:
+            before, now = str(self.shuffle).lower(), str(order.shuffle).lower()
+            raise BadInput(f"--resume: tasks.shuffle is {now}, but the run started with {before}")
+
+
+def decode_state(snapshot: dict[str, object]) -> SchedulerState:
+    """Decode the state of a `Checkpoint` after a round trip through JSON."""
+    return msgspec.convert(snapshot, SchedulerState, strict=False)  # JSON keys are strings
 
 
 @dataclass(frozen=True)
@@ -38,82 +73,63 @@ class RecoveredWork:
 NO_RECOVERED_WORK = RecoveredWork()
 
 
-@dataclass(frozen=True)
-class RecoveryRules:
-    """What decides whether a group is recovered, as of the checkpoint."""
-
-    version: Version
-    open: frozenset[int]  # visits below the cursor that are not finalized
-    cursor: int
-    limit: int | None  # of positions; None: no limit
-    lag: int
-    groups_per_step: int
-    steps: int | None
-    pool: frozenset[int]  # groups
-    deterministic: bool = False
-
-    @classmethod
-    def of(cls, state: SchedulerState | None, settings: SchedulerSettings) -> Self:
-        """Build the rules for a checkpoint's `state`; None: there is no checkpoint, and the run starts over."""
-        state = state or SchedulerState(settings.tasks, 0, False)
-        allowed = settings.max_lag if state.governor.lag is None else min(state.governor.lag, settings.max_lag)
-        return cls(
-            version=state.version,
-            open=frozenset(state.ledger.open),
-            cursor=state.ledger.cursor,
-            limit=None if settings.epochs is None else settings.epochs * settings.tasks,
-            lag=0 if state.version < settings.warmup_steps else allowed,
-            groups_per_step=settings.groups_per_step,
-            steps=settings.steps,
-            pool=frozenset(state.replay),
-            deterministic=settings.deterministic,
-        )
-
-
-def choose_recovered(found: Iterable[FinishedGroup], rules: RecoveryRules) -> RecoveredWork:
+def choose_recovered(
+    found: Iterable[FinishedGroup], state: SchedulerState, settings: SchedulerSettings
+) -> RecoveredWork:
     """Select the groups to recover. If two groups belong to the same visit, the first one counts."""
+    lag, is_open = _allowed_lag(state, settings), _open_visits(state, settings)
     finished: dict[int, FinishedGroup] = {}
     pooled: dict[int, FinishedGroup] = {}
     for kept in found:
-        if kept.report.newest > rules.version:
+        order = kept.order
+        if kept.report.newest > state.version:
             continue
-        if kept.order.group in rules.pool and kept.order.position < rules.cursor:
-            pooled.setdefault(kept.order.group, kept)
-        elif not rules.deterministic and _is_usable(kept, rules):
-            finished.setdefault(kept.order.position, kept)
-    return RecoveredWork(tuple(_trainable_in_time(finished.values(), rules)), tuple(pooled.values()))
+        if order.group in state.replay and order.position < state.ledger.cursor:
+            pooled.setdefault(order.group, kept)
+        elif not settings.deterministic and order.min_version + lag >= state.version and is_open(order.position):
+            finished.setdefault(order.position, kept)
+    return RecoveredWork(
+        tuple(_trainable_in_time(finished.values(), state.version, settings, lag)), tuple(pooled.values())
+    )
 
 
 def recorded(
-    min_versions: Mapping[int, Version], finished: Iterable[FinishedGroup], rules: RecoveryRules
+    min_versions: Mapping[int, Version],
+    finished: Iterable[FinishedGroup],
+    state: SchedulerState,
+    settings: SchedulerSettings,
 ) -> dict[int, Version]:
     """Return the visits with recorded completions (and their minimum version) that still have to run."""
-    if rules.deterministic:
+    if settings.deterministic:
         return {}
-    recovered = {kept.order.position for kept in finished}
+    recovered, is_open = {kept.order.position for kept in finished}, _open_visits(state, settings)
     return {
         position: min_version
         for position, min_version in min_versions.items()
-        if position not in recovered and _is_open(position, rules) and min_version <= rules.version
+        if position not in recovered and min_version <= state.version and is_open(position)
     }
 
 
-def _is_open(position: int, rules: RecoveryRules) -> bool:
-    later = position >= rules.cursor and (rules.limit is None or position < rules.limit)
-    return later or position in rules.open
+def _allowed_lag(state: SchedulerState, settings: SchedulerSettings) -> int:
+    governor = Governor(settings.governor, settings.max_lag, state.governor)
+    return Pacing(settings).lag_at(state.version, governor.lag)
 
 
-def _is_usable(kept: FinishedGroup, rules: RecoveryRules) -> bool:
-    return _is_open(kept.order.position, rules) and kept.order.min_version + rules.lag >= rules.version
+def _open_visits(state: SchedulerState, settings: SchedulerSettings) -> Callable[[int], bool]:
+    """Return a function that says whether the visit at a position still has to be finalized."""
+    issued, cursor = state.ledger.open, state.ledger.cursor
+    limit = inf if settings.epochs is None else settings.epochs * settings.tasks
+    return lambda position: position in issued or cursor <= position < limit
 
 
-def _trainable_in_time(finished: Iterable[FinishedGroup], rules: RecoveryRules) -> list[FinishedGroup]:
+def _trainable_in_time(
+    finished: Iterable[FinishedGroup], version: Version, settings: SchedulerSettings, lag: int
+) -> list[FinishedGroup]:
     """Return as many groups as fit, earliest deadline first: the n-th one is trained in batch version + n // B."""
-    room = None if rules.steps is None else max(0, rules.steps - rules.version) * rules.groups_per_step
     fitting: list[FinishedGroup] = []
     for kept in sorted(finished, key=lambda kept: (kept.order.min_version, kept.order.group)):
-        batch = rules.version + len(fitting) // rules.groups_per_step
-        if batch <= kept.order.min_version + rules.lag and (room is None or len(fitting) < room):
+        batch = version + len(fitting) // settings.groups_per_step
+        if batch <= kept.order.min_version + lag and not settings.is_last(batch):
             fitting.append(kept)
     return fitting
 

@@ -26,8 +26,7 @@ Every event re-evaluates everything in a fixed order, so no wakeup can be missed
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
 
@@ -36,21 +35,22 @@ from outpace.controller.batcher import Batcher, ReplayPool
 from outpace.controller.curriculum import Curriculum
 from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
 from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings
-from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, group_closed_event
-from outpace.controller.scheduler_state import AdmittedGroup, PromptVisit, SchedulerState, decode_state
+from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, SchedulerState, group_closed_event
 from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
 from outpace.errors import plural
 from outpace.tasks.order import TaskOrder
-from outpace.types import FinishedGroup, Version
-
-__all__ = ["Scheduler", "SchedulerSettings"]
+from outpace.types import FinishedGroup, GroupOrder, Version
 
 MAX_QUEUED_EVALUATIONS = 2
 """Deterministic mode stops loading weights when more evaluations wait than this: each leases a snapshot."""
 
+REPEATED_DRAWS = 1 << 40
+"""Draw numbers from here on belong to repeated visits that were cancelled before; no position is this high."""
+
 
 class Scheduler:
-    """Turns each event into actions. `state` and `recovered` restore an earlier start of the run."""
+    """Turns each event into actions. `state` and `recovered` restore an earlier start of the run: visits that were in
+    flight are issued again first, in order, unless their groups were recovered."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Scheduler:
         assert settings.tasks == order.count
         self.version: Version = state.version
         self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in recovered.finished)])
-        self._groups: dict[int, AdmittedGroup] = {}
+        self._groups: dict[int, GroupOrder] = {}  # outstanding
+        self._reward_stds: dict[int, float] = {}  # of the finished ones
         self._cancelled: set[int] = set()
         self._requeued: set[int] = set()  # positions of prompt visits
         self._pacing = Pacing(settings)
@@ -100,25 +101,11 @@ class Scheduler:
     def _restore_group(self, kept: FinishedGroup) -> None:
         """Restore a group that an earlier start finished. Its deadline still follows from its `min_version`."""
         order, closed = kept.order, group_closed_event(kept.report)
-        visit = PromptVisit(order.position, order.epoch, order.task)
-        self._groups[order.group] = AdmittedGroup(visit, order.min_version, closed.reward_std)
+        self._groups[order.group], self._reward_stds[order.group] = order, closed.reward_std
         self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
         self._difficulty.record(order.group, order.task, order.epoch, closed.reward)
 
     # -------------------------------------------------------------------------------------------------------- state
-
-    @classmethod
-    def restore(
-        cls,
-        settings: SchedulerSettings,
-        order: TaskOrder,
-        snapshot: dict[str, object],
-        recovered: RecoveredWork = NO_RECOVERED_WORK,
-        evaluated: Version = -1,
-    ) -> Self:
-        """Resume from the state in a `Checkpoint`. Prompt visits that were in flight are issued again first, in order,
-        unless their groups were recovered."""
-        return cls(settings, order, decode_state(snapshot), recovered, evaluated)
 
     def _state(self) -> SchedulerState:
         return SchedulerState(
@@ -264,13 +251,13 @@ class Scheduler:
             self._cancelled.remove(event.group)
             return
         group = self._groups[event.group]
-        self._difficulty.record(event.group, group.visit.task, group.visit.epoch, event.reward)
+        self._difficulty.record(event.group, group.task, group.epoch, event.reward)
         if event.outcome == "finished":
             least = group.min_version
             assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
-            self._groups[event.group] = replace(group, reward_std=event.reward_std)
+            self._reward_stds[event.group] = event.reward_std
             self._batcher.finish(event.group)
-            self._ledger.finish(group.visit.position)
+            self._ledger.finish(group.position)
         else:
             self._batcher.discard(event.group)
             self._finalize_group(event.group, event.outcome)
@@ -305,23 +292,26 @@ class Scheduler:
             self._actions.append(ev.LagChanged(self._governor.lag, by))
 
     def _update_pool(self, version: Version, trained: list[int]) -> None:
-        reward_stds = {group: self._groups[group].reward_std for group in trained}
+        reward_stds = {group: self._reward_stds.pop(group) for group in trained}
         gone = self._replay.batch_trained(version - 1, reward_stds, self._replayed or ())
         self._replayed = None
         if gone:
             self._actions.append(ev.Retire(gone))
 
     def _finalize_group(self, group: int, outcome: FinalOutcome) -> None:
-        self._finalize_visit(self._groups.pop(group).visit, outcome, group)
+        order = self._groups.pop(group)
+        self._finalize_visit(order.position, order.epoch, order.task, outcome, group)
 
-    def _finalize_visit(self, visit: PromptVisit, outcome: FinalOutcome, group: int | None = None) -> None:
-        self._requeued.discard(visit.position)
-        ended = self._ledger.finalize(visit.position, outcome)
+    def _finalize_visit(
+        self, position: int, epoch: int, task: int, outcome: FinalOutcome, group: int | None = None
+    ) -> None:
+        self._requeued.discard(position)
+        ended = self._ledger.finalize(position, outcome)
         if outcome != "trained":
-            finalize = ev.Finalize(visit.task, visit.epoch, outcome, group)
+            finalize = ev.Finalize(task, epoch, outcome, group)
             self._actions += self._records.finalize(finalize, self._next_group)
         if ended:
-            self._actions.append(ev.EpochEnded(visit.epoch))
+            self._actions.append(ev.EpochEnded(epoch))
 
     # ------------------------------------------------------------------------------------------------------ actions
 
@@ -358,7 +348,7 @@ class Scheduler:
         self._cancelled.add(group)
         self._actions.append(ev.Cancel(group))
         if self.settings.on_stale == "requeue":
-            position = self._groups.pop(group).visit.position
+            position = self._groups.pop(group).position
             self._requeued.add(position)
             self._ledger.requeue(position)
         else:
@@ -372,12 +362,23 @@ class Scheduler:
         for _ in range(self._pacing.room(self._load)):
             if (visit := self._next_visit()) is None:
                 return
-            min_version, recorded = self._min_version(visit.position)
+            position, epoch, task = visit
+            min_version, recorded = self._min_version(position)
             group, self._next_group = self._next_group, self._next_group + 1
-            self._groups[group] = AdmittedGroup(visit, min_version)
+            self._groups[group] = ev.Admit(
+                group,
+                task,
+                epoch,
+                min_version,
+                self.settings.group_size,
+                position=position,
+                recorded=recorded,
+                # Seeded by the visit: rerunning it after a kill samples the same completions, so that kills do not
+                # favor short ones. A visit that was cancelled for being slow gets a fresh draw.
+                draw=REPEATED_DRAWS + group if position in self._requeued else position,
+            )
             self._batcher.admit(group, min_version + lag)
-            again = visit.position in self._requeued
-            self._actions.append(ev.Admit(group, visit.task, visit.epoch, min_version, visit.position, recorded, again))
+            self._actions.append(self._groups[group])
 
     def _min_version(self, position: int) -> tuple[Version, bool]:
         """Return the minimum version for this visit, and whether an earlier start recorded completions for it.
@@ -389,16 +390,17 @@ class Scheduler:
             return newest, False
         return (min_version if self._pacing.can_admit(self._load, min_version) else newest), True
 
-    def _next_visit(self) -> PromptVisit | None:
-        """Return the next visit to run; finalize skipped ones on the way. None when no task is left."""
+    def _next_visit(self) -> tuple[int, int, int] | None:
+        """Return position, epoch and task of the next visit to run; finalize skipped ones on the way. None when no task
+        is left."""
         while self._ledger.left != 0:
             position, epoch_begins = self._ledger.issue()
-            visit = PromptVisit(position, *self.order.task(position))
+            epoch, task = self.order.task(position)
             if epoch_begins:
-                self._actions.append(ev.EpochStarted(visit.epoch))
-            if not self._difficulty.should_skip(visit.task, visit.epoch):
-                return visit
-            self._finalize_visit(visit, "skipped")
+                self._actions.append(ev.EpochStarted(epoch))
+            if not self._difficulty.should_skip(task, epoch):
+                return position, epoch, task
+            self._finalize_visit(position, epoch, task, "skipped")
         return None
 
     def _feed_learner(self) -> None:

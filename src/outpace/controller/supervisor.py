@@ -21,11 +21,11 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from outpace.config.sections import SuperviseConfig
-from outpace.controller.events import EngineJoined, EngineLeft, EngineLost, Event
+from outpace.controller import events as ev
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, plural
 from outpace.protocols import Engine
 from outpace.runtime.async_tools import backoff_s
@@ -36,20 +36,10 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Restart:
-    """Restart the component after a pause, which doubles while it keeps dying."""
-
-    pause_s: float
-
-
-@dataclass(frozen=True)
 class GiveUp:
     """End the run; `reason` is appended to the component's own error."""
 
     reason: str
-
-
-Decision = Restart | GiveUp
 
 
 class RestartPolicy:
@@ -61,7 +51,8 @@ class RestartPolicy:
         self._deaths: defaultdict[str, deque[float]] = defaultdict(deque)
         self.restarts = 0
 
-    def died(self, component: str, now: float) -> Decision:
+    def died(self, component: str, now: float) -> float | GiveUp:
+        """Return the seconds to wait before the restart, which double while the component keeps dying."""
         settings = self._settings
         if settings is None:
             return GiveUp("the run can be resumed from its newest checkpoint")
@@ -73,7 +64,7 @@ class RestartPolicy:
         pause_s = 0.0 if not recent else backoff_s(len(recent), FIRST_PAUSE_S, LONGEST_PAUSE_S)
         recent.append(now)
         self.restarts += 1
-        return Restart(pause_s)
+        return pause_s
 
 
 def _budget_spent(settings: RestartSettings) -> str:
@@ -133,6 +124,21 @@ class ComponentRemoved(ComponentFailed):
     """A component left the run for good, and the run continues without it."""
 
 
+@dataclass
+class _Supervised:
+    """What the supervisor knows about one component."""
+
+    kind: ComponentKind
+    policy: RestartPolicy
+    restarts: int = 0  # how often it was replaced
+    up: asyncio.Event = field(default_factory=asyncio.Event)
+    replaced: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is replaced
+    replacing: asyncio.Task[None] | None = None
+    gone: ComponentRemoved | None = None  # it will not come back
+    silent_s: float = 0.0
+    turns: int | None = None  # progress counter of an engine at its last probe
+
+
 class ComponentSupervisor:
     """Watches all components, restarts dead ones and repeats the calls they lost."""
 
@@ -142,89 +148,77 @@ class ComponentSupervisor:
         names: Iterable[str],
         engines: Mapping[str, Engine],
         settings: SuperviseConfig,
-        post: Callable[[Event | BaseException], None],
+        post: Callable[[ev.Event | BaseException], None],
         notice: Callable[[str, str], None],
-        on_restart: Callable[[str], None] = lambda component: None,
+        on_restart: Callable[[], None] = lambda: None,
         all_engines: bool = False,
     ) -> None:
         """`post` puts an event or error into the driver's queue. `notice` reports a component's role and what
-        happened to it. `on_restart` is called with the name of a restarted component. `all_engines`: the run cannot
-        continue without every engine."""
+        happened to it. `on_restart` is called after a restart. `all_engines`: the run cannot continue without every
+        engine."""
         self._runtime = runtime
-        self._roles: dict[str, ComponentKind] = {}
         self._engines = engines
         self._settings = settings
         self._post = post
         self._notice = notice
         self._on_restart = on_restart
-        self._policies: dict[str, RestartPolicy] = {}
         self._all_engines = all_engines
-        self._up: dict[str, asyncio.Event] = {}
-        self._restart_counts: dict[str, int] = {}
-        self._silent: dict[str, float] = {}
-        self._turns: dict[str, int] = {}  # progress counter of each engine at its last probe
-        self._replaced: dict[str, asyncio.Event] = {}  # set when the component is replaced
-        self._gone: dict[str, ComponentRemoved] = {}  # components that will not come back
-        self._replacing: dict[str, asyncio.Task[None]] = {}
+        self._components: dict[str, _Supervised] = {}
         for name in names:
             self.add(name)
 
     def add(self, name: str) -> None:
         """Supervise a component that is up, as its spec says."""
         spec = self._runtime.spec(name)
-        self._roles[name] = spec.kind
-        self._policies[name] = RestartPolicy(spec.restart)
-        self._restart_counts[name] = 0
-        self._silent[name] = 0.0
-        self._up[name], self._replaced[name] = asyncio.Event(), asyncio.Event()
-        self._up[name].set()
+        self._components[name] = _Supervised(spec.kind, RestartPolicy(spec.restart))
+        self._components[name].up.set()
 
     def leave(self, name: str, why: str) -> None:
         """Stop supervising a component. Calls that wait for it fail with `why`."""
-        del self._roles[name]
-        self._gone[name] = ComponentRemoved(name, why)
-        replacing = self._replacing.get(name)
-        if replacing is not None and replacing is not asyncio.current_task():
-            replacing.cancel()
-        self._restart_counts[name] += 1
-        self._up[name].set()
-        self._replaced[name].set()
+        known = self._components[name]
+        known.gone = ComponentRemoved(name, why)
+        if known.replacing is not None and known.replacing is not asyncio.current_task():
+            known.replacing.cancel()
+        known.restarts += 1
+        known.up.set()
+        known.replaced.set()
 
     async def wait_restart_cancelled(self, name: str) -> None:
         """Wait until a cancelled restart of this component has ended."""
-        if (replacing := self._replacing.pop(name, None)) is not None:
+        if (replacing := self._components[name].replacing) is not None:
             await asyncio.wait({replacing})
 
     def supervises(self, component: str) -> bool:
-        return component in self._roles
+        return component in self._components and self._components[component].gone is None
 
     def restart_count(self, component: str) -> int:
         """Return how often this component was replaced."""
-        return self._restart_counts[component]
+        return self._components[component].restarts
 
     def is_current(self, component: str, restarts: int) -> bool:
         """Return whether the component is up and has not been replaced since `restarts`."""
-        same = component not in self._gone and self._restart_counts[component] == restarts
-        return same and self._up[component].is_set()
+        known = self._components[component]
+        return known.gone is None and known.restarts == restarts and known.up.is_set()
 
     async def call(self, component: str, call: Callable[[], Awaitable[T]]) -> T:
         """Call a component and return its reply. If it dies, repeat the call on its replacement; `ComponentRemoved`
         if there is none."""
+        known = self._components[component]
         while True:
-            await self._up[component].wait()
-            if component in self._gone:
-                raise self._gone[component]
-            restarts = self._restart_counts[component]
+            await known.up.wait()
+            if known.gone is not None:
+                raise known.gone
+            restarts = known.restarts
             try:
                 return await call()
             except ComponentFailed as error:
-                if component in self._gone:
-                    raise self._gone[component] from error
+                if known.gone is not None:
+                    raise known.gone from error
                 if not isinstance(error, ComponentLost):
                     raise
                 # If its process is still alive, the probe will find it unresponsive.
-                while self._restart_counts[component] == restarts and component not in self._gone:
-                    await self._replaced[component].wait()
+                while known.restarts == restarts:
+                    await known.replaced.wait()
 
     # ---------------------------------------------------------------------------------------------------- restarts
 
@@ -233,35 +227,33 @@ class ComponentSupervisor:
         async with asyncio.TaskGroup() as replacing:
             while True:
                 lost = await self._runtime.deaths.get()
-                self._replacing[lost.component] = replacing.create_task(self._replace(lost))
+                if self.supervises(lost.component):  # otherwise it was leaving
+                    known = self._components[lost.component]
+                    known.replacing = replacing.create_task(self._replace(lost.component, known, lost))
 
-    async def _replace(self, lost: ComponentFailed) -> None:
-        name = lost.component
-        if name not in self._roles:
-            return  # it was leaving
-        self._up[name].clear()
-        is_engine = self._roles[name] == "engine"
-        if is_engine:
-            self._post(EngineLost(name))
-        if not await self._restart(name, lost):
+    async def _replace(self, name: str, known: _Supervised, lost: ComponentFailed) -> None:
+        known.up.clear()
+        if known.kind == "engine":
+            self._post(ev.EngineLost(name))
+        if not await self._restart(name, known, lost):
             return
-        self._restart_counts[name] += 1
-        self._silent[name] = 0.0
-        self._up[name].set()
-        self._replaced[name].set()
-        self._replaced[name] = asyncio.Event()
-        self._on_restart(name)
-        if is_engine:
-            self._post(EngineJoined(name))
+        known.restarts += 1
+        known.silent_s = 0.0
+        known.up.set()
+        known.replaced.set()
+        known.replaced = asyncio.Event()
+        self._on_restart()
+        if known.kind == "engine":
+            self._post(ev.EngineJoined(name))
 
-    async def _restart(self, name: str, lost: ComponentFailed) -> bool:
+    async def _restart(self, name: str, known: _Supervised, lost: ComponentFailed) -> bool:
         while True:
-            decision = self._policies[name].died(name, asyncio.get_running_loop().time())
-            if isinstance(decision, GiveUp):
-                self._give_up(name, ComponentFailed(name, f"{lost.message}; {decision.reason}", lost.remote_traceback))
+            pause_s = known.policy.died(name, asyncio.get_running_loop().time())
+            if isinstance(pause_s, GiveUp):
+                self._give_up(name, ComponentFailed(name, f"{lost.message}; {pause_s.reason}", lost.remote_traceback))
                 return False
-            self._notice(self._roles[name], f"{name} {lost.message}; it is started again")
-            await asyncio.sleep(decision.pause_s)
+            self._notice(known.kind, f"{name} {lost.message}; it is started again")
+            await asyncio.sleep(pause_s)
             try:
                 await self._runtime.restart(name)
                 return True
@@ -271,13 +263,14 @@ class ComponentSupervisor:
                 lost = ComponentFailed(name, f"could not be started: {error}")
 
     def _give_up(self, name: str, failure: ComponentFailed) -> None:
-        others = [component for component, role in self._roles.items() if role == "engine" and component != name]
-        if self._roles[name] != "engine" or self._all_engines or not any(self._up[o].is_set() for o in others):
+        others = [known for other, known in self._components.items() if known.kind == "engine" and other != name]
+        another_is_up = any(known.gone is None and known.up.is_set() for known in others)
+        if self._components[name].kind != "engine" or self._all_engines or not another_is_up:
             self._post(failure)
             return
         self._notice("engine", f"{failure}; the run continues without it")
         self.leave(name, failure.message)
-        self._post(EngineLeft(name))
+        self._post(ev.EngineLeft(name))
 
     # ----------------------------------------------------------------------------------------------------- probes
 
@@ -286,32 +279,32 @@ class ComponentSupervisor:
         awake = AwakeClock(asyncio.get_running_loop().time, self._settings.probe_s)
         while True:
             await asyncio.sleep(self._settings.probe_s)
-            names = list(self._roles)
-            alive = await asyncio.gather(*(self._is_alive(name) for name in names))
+            probed = {name: known for name, known in self._components.items() if known.gone is None}
+            alive = await asyncio.gather(*(self._is_alive(name, known) for name, known in probed.items()))
             seconds = awake.lap()
-            for name, is_alive in zip(names, alive, strict=True):
-                if name in self._roles:
-                    await self._kill_if_silent(name, is_alive, seconds)
+            for (name, known), is_alive in zip(probed.items(), alive, strict=True):
+                if known.gone is None:
+                    await self._kill_if_silent(name, known, 0.0 if is_alive else known.silent_s + seconds)
 
-    async def _kill_if_silent(self, name: str, is_alive: bool, seconds: float) -> None:
-        self._silent[name] = 0.0 if is_alive else self._silent[name] + seconds
-        if self._silent[name] >= self._settings.silent_s:
-            self._silent[name] = 0.0
-            self._notice(self._roles[name], f"{name} did not respond for {self._settings.silent_s:g} s and is killed")
+    async def _kill_if_silent(self, name: str, known: _Supervised, silent_s: float) -> None:
+        known.silent_s = silent_s
+        if silent_s >= self._settings.silent_s:
+            known.silent_s = 0.0
+            self._notice(known.kind, f"{name} did not respond for {self._settings.silent_s:g} s and is killed")
             await self._runtime.kill(name)
 
-    async def _is_alive(self, name: str) -> bool:
-        if not self._up[name].is_set():
+    async def _is_alive(self, name: str, known: _Supervised) -> bool:
+        if not known.up.is_set():
             return True  # known to be down and being restarted
         if not await self._runtime.ping(name, self._settings.probe_s):
             return False
-        return name not in self._engines or await self._makes_progress(name)
+        return name not in self._engines or await self._makes_progress(name, known)
 
-    async def _makes_progress(self, name: str) -> bool:
+    async def _makes_progress(self, name: str, known: _Supervised) -> bool:
         try:
             async with asyncio.timeout(self._settings.probe_s):
                 stats = await self._engines[name].stats()
         except (TimeoutError, ComponentFailed):
             return False
-        before, self._turns[name] = self._turns.get(name), stats.turns
+        before, known.turns = known.turns, stats.turns
         return not stats.running or stats.turns != before

@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from outpace.controller import events as ev
 from outpace.controller.engine_registry import Components, PostEvent
 from outpace.controller.groups import CheckpointMark, GroupTracker
-from outpace.controller.recorder import FinalizedVisit, Recorder
+from outpace.controller.recorder import FinalizedVisit, Recorder, TrainedStep
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.supervisor import ComponentSupervisor
 from outpace.errors import ComponentFailed, NotSaved
 from outpace.protocols import Engine
 from outpace.runtime import diagnostics
-from outpace.types import ChunkReport, EngineStats, FinishedGroup, StepReport, Version
+from outpace.types import ChunkReport, EngineStats, Version
 
 ControllerState = dict[str, object]
 """The controller's state in a checkpoint, as JSON values."""
@@ -36,16 +35,6 @@ save."""
 
 STATS_S = 2.0
 """Timeout for an engine's statistics. An engine that hangs must not delay the record of a step."""
-
-
-@dataclass(frozen=True)
-class TrainedStep:
-    """A completed step that is not on record yet."""
-
-    report: StepReport
-    chunks: list[ChunkReport]
-    groups: list[FinishedGroup]
-    replayed: list[FinishedGroup]
 
 
 class Training:
@@ -90,7 +79,7 @@ class Training:
         diagnostics.crash_point("controller.chunk")
         if action.version > self._batch_started:
             self._batch_started = action.version
-            self._recorder.batch_started(action.version)
+            self._recorder.callbacks.post("on_batch_start", action.version)
         reports = self._groups.finished(action.groups, action.replayed)
         places = [report.place for report in reports if report.place]
         with self._recorder.span("learner", f"chunk of batch {action.version}"):
@@ -120,17 +109,7 @@ class Training:
                 return
             engines = await self._engine_stats()
             learner = await self._components.learner.stats()
-            self._recorder.step_done(
-                trained.report,
-                trained.chunks,
-                [(kept.order, kept.report) for kept in trained.groups],
-                [(kept.order, kept.report) for kept in trained.replayed],
-                engines,
-                learner,
-                self._scheduler,
-                finalized,
-                account.finalized,
-            )
+            self._recorder.step_done(trained, engines, learner, self._scheduler, finalized, account.finalized)
             # Inside the lock: a checkpoint of this step must not release the journal before it is read.
             await self._groups.record_rollouts(account.version, trained.groups)
         diagnostics.crash_point("controller.step_recorded")

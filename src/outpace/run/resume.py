@@ -30,15 +30,21 @@ import msgspec
 
 from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS, best_step
-from outpace.checkpoint.journal import JournaledGroup, compact_journal, survey_journal
+from outpace.checkpoint.journal import compact_journal, survey_journal
 from outpace.checkpoint.turn_log import prune_turns, survey_turns
 from outpace.config import Config
 from outpace.config.load import dump_toml, read_resolved
 from outpace.config.sections import CheckpointConfig
 from outpace.controller.ledger import STATE_FILE, Ledger
 from outpace.controller.pacing import SchedulerSettings
-from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, RecoveryRules, choose_recovered, recorded
-from outpace.controller.scheduler_state import SchedulerState, decode_state
+from outpace.controller.recovery import (
+    NO_RECOVERED_WORK,
+    RecoveredWork,
+    SchedulerState,
+    choose_recovered,
+    decode_state,
+    recorded,
+)
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, NotSaved, plural
 from outpace.monitoring.line_file import read_lines, write_atomically
@@ -133,21 +139,16 @@ def save_task_fingerprint(run: Path, tasks: Fingerprint) -> None:
 def _recover(
     journal: Path, state: SchedulerState | None, settings: SchedulerSettings, order: TaskOrder, usable: bool
 ) -> RecoveredWork:
-    rules = RecoveryRules.of(state, settings)
-    found = (
-        [each for each in survey_journal(journal) if usable and _is_same_task(order, each.kept)]
-        if journal.is_dir()
-        else []
-    )
-    by_group = {(each.kept.order.group, each.kept.order.position): each for each in found}
-    chosen = choose_recovered((each.kept for each in found), rules)
-    finished, pooled = (
-        [by_group[kept.order.group, kept.order.position] for kept in some] for some in (chosen.finished, chosen.pooled)
-    )
-    moved = compact_journal(journal, [*finished, *pooled]) if journal.is_dir() else []
-    kept = [_with_place(each) for each in moved]
-    visits = _recorded_visits(journal, kept, rules, usable)
-    return RecoveredWork(tuple(kept[: len(finished)]), tuple(kept[len(finished) :]), visits)
+    if not journal.is_dir():
+        return NO_RECOVERED_WORK
+    state = state or SchedulerState(order.count, order.seed, order.shuffle)
+    found = [each for each in survey_journal(journal) if usable and _is_same_task(order, each)]
+    chosen = choose_recovered(found, state, settings)
+    kept = compact_journal(journal, [*chosen.finished, *chosen.pooled])
+    finished = len(chosen.finished)
+    visits = _recorded_visits(journal, kept, state, settings) if usable else {}
+    prune_turns(journal, state.version, visits)
+    return RecoveredWork(tuple(kept[:finished]), tuple(kept[finished:]), visits)
 
 
 def _is_same_task(order: TaskOrder, kept: FinishedGroup) -> bool:
@@ -155,20 +156,12 @@ def _is_same_task(order: TaskOrder, kept: FinishedGroup) -> bool:
     return order.task(kept.order.position) == (kept.order.epoch, kept.order.task)
 
 
-def _with_place(found: JournaledGroup) -> FinishedGroup:
-    report = msgspec.structs.replace(found.kept.report, place=found.place)
-    return msgspec.structs.replace(found.kept, report=report)
-
-
 def _recorded_visits(
-    journal: Path, finished: list[FinishedGroup], rules: RecoveryRules, usable: bool
+    journal: Path, finished: list[FinishedGroup], state: SchedulerState, settings: SchedulerSettings
 ) -> dict[int, Version]:
-    if not journal.is_dir():
-        return {}
-    min_versions = {position: known.min_version for position, known in survey_turns(journal, rules.version).items()}
-    visits = recorded(min_versions, finished, rules) if usable else {}
-    prune_turns(journal, rules.version, visits)
-    return visits
+    found = survey_turns(journal, state.version)
+    min_versions = {position: max(head.min_version for head in heads) for position, heads in found.items()}
+    return recorded(min_versions, finished, state, settings)
 
 
 def _newest_evaluated(evaluations: Path, version: Version) -> Version:

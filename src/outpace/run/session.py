@@ -22,11 +22,9 @@ from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.config import Config
 from outpace.config.load import dump_resolved, dump_settings
-from outpace.controller.driver import Driver, DriverSettings
+from outpace.controller.driver import Driver
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.controller.evaluation import Evaluator
-from outpace.controller.failure_budget import FailureLimits
-from outpace.controller.groups import GroupSettings
 from outpace.controller.logprob_check import check_engine_logprobs
 from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recorder import Recorder
@@ -285,28 +283,14 @@ class RunSession:
         resume_point: ResumePoint,
         join: StartEngine | None,
     ) -> Driver:
-        group_settings = GroupSettings(
-            group_size=self._config.rollout.group_size,
-            save_rollouts=self._config.run.save_rollouts,
-            limits=FailureLimits(
-                failed=self._config.pacing.max_failed,
-                filtered=self._config.pacing.max_filtered,
-                notice_every=4 * self._config.pacing.groups_per_step,
-                resumed=resume_point.version > 0,
-            ),
-        )
-        settings = DriverSettings(
-            stall_s=self._config.run.stall_s,
-            groups=group_settings,
-            supervise=self._config.supervise,
-            all_engines=self._config.run.deterministic,
-        )
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
         save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
         stream = None
         if self._plan.stream is not None:
             stream = self._plan.stream, StreamedTasks(self._log.dir / "journal" / STREAM_FILE)
-        return Driver(scheduler, components, recorder, evaluator, save, settings, resume_point.recovered, join, stream)
+        return Driver(
+            scheduler, components, recorder, evaluator, save, self._config, resume_point.recovered, join, stream
+        )
 
 
 def scheduler_settings(config: Config, tasks: int, evaluates: bool, streamed: bool = False) -> SchedulerSettings:

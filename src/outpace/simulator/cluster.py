@@ -1,402 +1,372 @@
-"""Simulated engines and the fleet that routes requests to them.
+"""The simulated cluster: groups, their episodes, the workers that run them, a fleet of engines and a learner.
 
-An engine is a processor-sharing queue: all running sequences decode at the same rate, which falls as their number
-grows. All sequences advance alike, so a single number `work` counts the tokens that a sequence running since the start
-would have. A sequence of L tokens that starts at work w ends at work w + L. Arrivals and departures change the rate at
-which work grows, but no end has to be moved. A heap of ends makes every event O(log n).
+    Admit ─▶ group ─▶ episodes ─▶ per turn: a request to the fleet, then the environment ─▶ scoring ─▶ GroupClosed
 
-The sampling version is integrated over work in the same way, so the mean version of a sequence's tokens is a single
-subtraction, regardless of how many weight updates it saw.
-
-The fleet sends a request to the engine with the fewest requests among those with fresh enough weights. If there is
-none, the request waits until one loads them. Engines are kept in buckets by load, so routing does not depend on their
-number.
+When an engine fails, its in-flight completions are lost; each is requested again from another engine, from the start of
+the turn. A worker that fails redoes its groups after its restart: completely, or only the turns that are not recorded
+(`checkpoint.turns`). The random draws of a group depend only on the seed and the group number, never on timing.
 """
 
 from __future__ import annotations
 
+import math
 import random
-from collections import defaultdict, deque
 from collections.abc import Callable
-from heapq import heappop, heappush
-from math import inf
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from outpace.controller.events import EngineJoined, EngineLoaded, EngineLost
+from outpace.controller import events as ev
+from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.supervisor import GiveUp, RestartPolicy
-from outpace.simulator.conductor import SendEvent, VirtualClock
-from outpace.simulator.settings import SimulatedEngineSettings, SimulationSettings
-from outpace.types import Version
+from outpace.simulator.driver import LearnerWork, SendEvent, VirtualClock
+from outpace.simulator.fleet import EndRun, SimulatedEngine, SimulatedFleet, SimulatedRequest
+from outpace.simulator.settings import SimulationSettings, WorkloadSettings
+from outpace.types import Outcome, Version
 
-TOKEN_TOLERANCE = 1e-6
-"""In tokens: an end this close counts as reached, so that rounding cannot leave a sequence waiting forever."""
-
-
-class SimulatedRequest:
-    """One completion to sample, after `prefill` prompt tokens that are not in the engine's cache."""
-
-    __slots__ = ("began_integral", "began_work", "engine", "min_version", "oldest", "prefill", "ticket", "tokens")
-
-    def __init__(self, tokens: float, prefill: float, min_version: Version) -> None:
-        self.tokens = tokens
-        self.prefill = prefill
-        self.min_version = min_version
-        self.engine: SimulatedEngine | None = None  # None: waiting for an engine, or done
-        self.ticket = 0  # identifies its slot on that engine; 0: no slot
-        self.oldest: Version = -1  # version of its oldest token
-        self.began_work = 0.0
-        self.began_integral = 0.0
+LengthSampler = Callable[[random.Random], float]
 
 
-class SimulatedEngine:
-    """One simulated engine. It calls `done` with completed requests, and `done` may submit further ones."""
+def length_sampler(workload: WorkloadSettings) -> LengthSampler:
+    """Return a sampler of episode lengths in tokens, before truncation."""
+    mean = workload.mean_tokens
+    match workload.lengths:
+        case "fixed":
+            return lambda _: mean
+        case "list":
+            return lambda rng: rng.choice(workload.length_list)
+        case "pareto":
+            least = mean * (workload.tail - 1) / workload.tail
+            return lambda rng: least * rng.paretovariate(workload.tail)
+        case _:
+            return lambda rng: rng.lognormvariate(_log_mean(mean, workload.sigma), workload.sigma)
 
-    def __init__(
-        self, name: str, clock: VirtualClock, settings: SimulatedEngineSettings, slow: bool, done: OnDone
-    ) -> None:
-        self.name = name
-        self.version: Version = -1
-        self.life = 0  # number of failures so far; calls scheduled in an earlier life are ignored
-        self.serves = False
-        self.slowness = settings.slow_factor if slow else 1.0
-        self.busy_s = 0.0
-        self.slot_s = 0.0  # total slot-seconds in use
-        self._clock = clock
-        self._settings = settings
-        self._done = done
-        self._work = 0.0
-        self._integral = 0.0  # integral of the version over work
-        self._since = clock.now  # work is counted up to this time; in the future while the engine is blocked
-        self._ends: list[tuple[float, int, SimulatedRequest]] = []
-        self._tickets = 0
-        self._running: dict[int, SimulatedRequest] = {}  # by ticket
-        self._waiting: deque[SimulatedRequest] = deque()
-        self._wake_at = inf
+
+def _log_mean(mean: float, sigma: float) -> float:
+    return math.log(mean) - sigma * sigma / 2
+
+
+class WorkloadSampler:
+    """Random draws of the workload. Lengths, outcome and latencies of a group depend only on the seed and the group
+    number, never on timing: two simulations of one workload differ only in their schedule."""
+
+    def __init__(self, workload: WorkloadSettings, seed: int) -> None:
+        self._workload = workload
+        self._seed = seed
+        self._length = length_sampler(workload)
+
+    def of_group(self, group: int) -> random.Random:
+        """Return the random generator of a group. All its draws come from it, in a fixed order."""
+        return random.Random(self._seed * 1_000_003 + group)
+
+    def outcome(self, rng: random.Random) -> Outcome:
+        draw = rng.random()
+        if draw < self._workload.filtered:
+            return "filtered"
+        return "failed" if draw < self._workload.filtered + self._workload.failed else "finished"
+
+    def tokens(self, rng: random.Random) -> float:
+        """Draw the sampled tokens of one episode over all turns, at least one per turn."""
+        tokens = min(self._length(rng), float(self._workload.max_tokens))
+        return max(tokens, float(self._workload.turns))
+
+    def turn_s(self, rng: random.Random) -> float:
+        """Draw the environment latency of one turn, in seconds."""
+        if not self._workload.turn_s:
+            return 0.0
+        return rng.lognormvariate(
+            _log_mean(self._workload.turn_s, self._workload.turn_sigma), self._workload.turn_sigma
+        )
+
+
+NEVER: Version = 1 << 60
+
+
+@dataclass(slots=True)
+class SamplingCost:
+    """Cost of sampling: sampled tokens, and prompt tokens prefilled for them."""
+
+    sampled: float = 0.0
+    prefilled: float = 0.0
+
+    def add(self, other: SamplingCost) -> None:
+        self.sampled += other.sampled
+        self.prefilled += other.prefilled
+
+
+class SimulatedEpisode(SimulatedRequest):
+    """One episode. It is also the request for its current turn."""
+
+    __slots__ = ("asking", "cached_life", "cached_on", "group", "turn")
+
+    def __init__(self, group: SimulatedGroup, tokens: float) -> None:
+        super().__init__(tokens, 0.0, group.admit.min_version)
+        self.group = group
+        self.turn = 0
+        self.asking = False  # whether its request is in flight
+        self.cached_on: SimulatedEngine | None = None  # the engine that has its prefix in the KV cache
+        self.cached_life = -1  # life of that engine at that time
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedGroup:
+    """One group in the simulation."""
+
+    admit: ev.Admit
+    outcome: Outcome
+    rng: random.Random
+    size: int
+    episodes: list[SimulatedEpisode] = field(default_factory=list)  # empty once the group is over
+    left: int = 0  # unfinished episodes
+    useful: SamplingCost = field(default_factory=SamplingCost)
+    lost: SamplingCost = field(default_factory=SamplingCost)
+    oldest: Version = NEVER
+    newest: Version = -1
+    versions: float = 0.0  # sum of the versions of all sampled tokens
+    attempt: int = 0  # incremented on interruption; calls scheduled for an earlier attempt are ignored
+    over: bool = False
+
+    def end(self) -> None:
+        """Break the reference cycle between group and episodes, so that they do not wait for the garbage collector."""
+        self.over = True
+        self.episodes.clear()
 
     @property
-    def running(self) -> int:
-        return len(self._running)
-
-    @property
-    def load(self) -> int:
-        """The number of running and queued requests."""
-        return len(self._running) + len(self._waiting)
-
-    # ------------------------------------------------------------------------------------------------------ requests
-
-    def submit(self, request: SimulatedRequest) -> None:
-        self.update_work()
-        request.engine = self
-        self._waiting.append(request)
-        self._fill_slots()
-        self._schedule_wake()
-
-    def withdraw(self, request: SimulatedRequest) -> float:
-        """Cancel a request. Returns the tokens it had sampled."""
-        self.update_work()
-        sampled = self._remove(request)
-        self._fill_slots()
-        self._schedule_wake()
-        return sampled
-
-    def fail(self) -> list[tuple[SimulatedRequest, float]]:
-        """Fail the engine. Returns its requests, each with the tokens it had sampled."""
-        self.update_work()
-        lost = [(request, self._remove(request)) for request in [*self._running.values(), *self._waiting]]
-        self._ends.clear()
-        self.life += 1
-        self.serves = False
-        return lost
-
-    def mean_version(self, request: SimulatedRequest) -> float:
-        """Return the mean version over the tokens of a request that has just completed."""
-        work = self._work - request.began_work
-        return (self._integral - request.began_integral) / work if work > 0 else float(request.oldest)
-
-    def _remove(self, request: SimulatedRequest) -> float:
-        ticket, request.engine, request.ticket = request.ticket, None, 0
-        if ticket:
-            del self._running[ticket]  # its end stays in the heap and is skipped
-            return min(request.tokens, self._work - request.began_work)
-        self._waiting.remove(request)
-        return 0.0
-
-    def _fill_slots(self) -> None:
-        while self._waiting and len(self._running) < self._settings.slots:
-            request = self._waiting.popleft()
-            if request.prefill:
-                self._block(request.prefill / self._settings.prefill_tok_s * self.slowness)
-            request.began_work, request.began_integral, request.oldest = self._work, self._integral, self.version
-            self._tickets = request.ticket = self._tickets + 1
-            self._running[request.ticket] = request
-            heappush(self._ends, (self._work + request.tokens, request.ticket, request))
-
-    # ------------------------------------------------------------------------------------------------ weights and time
-
-    def swap(self, version: Version) -> None:
-        self.update_work()
-        self.version = version
-        self._block(self._settings.pause_s)
-        self._schedule_wake()
-
-    def _block(self, seconds: float) -> None:
-        """Block decoding for some seconds."""
-        self._since = max(self._since, self._clock.now) + seconds
-        self.busy_s += seconds
-
-    def update_work(self) -> None:
-        """Bring the work counter up to the current time."""
-        seconds = self._clock.now - self._since
-        if seconds <= 0:
-            return
-        self._since = self._clock.now
-        if running := len(self._running):
-            work = seconds / self._token_s(running)
-            self._work += work
-            self._integral += work * self.version
-            self.busy_s += seconds
-            self.slot_s += seconds * running
-
-    def _token_s(self, running: int) -> float:
-        """Return the seconds per decode step."""
-        return (self._settings.step_s + self._settings.sequence_s * running) * self.slowness
-
-    def _schedule_wake(self) -> None:
-        """Schedule a call for when the next sequence ends. A call that comes too early reschedules, so an arrival
-        does not have to move it."""
-        ends = self._ends
-        while ends and not self._is_current(ends[0]):
-            heappop(ends)
-        if not ends:
-            return
-        moment = max(self._since, self._clock.now)
-        moment += max(0.0, ends[0][0] - self._work) * self._token_s(len(self._running))
-        if moment < self._wake_at:
-            self._wake_at = moment
-            self._clock.at(moment, lambda: self._wake(moment))
-
-    def _is_current(self, end: tuple[float, int, SimulatedRequest]) -> bool:
-        return end[2].engine is self and end[2].ticket == end[1]
-
-    def _wake(self, moment: float) -> None:
-        if moment != self._wake_at:
-            return  # replaced by an earlier call
-        self._wake_at = inf
-        self.update_work()
-        done: list[SimulatedRequest] = []
-        while self._ends and self._ends[0][0] <= self._work + TOKEN_TOLERANCE:
-            end = heappop(self._ends)
-            if self._is_current(end):
-                request = end[2]
-                del self._running[request.ticket]
-                request.engine, request.ticket = None, 0
-                done.append(request)
-        self._fill_slots()
-        self._schedule_wake()
-        if done:
-            self._done(self, done)
+    def trained_tokens(self) -> float:
+        """Tokens of the training rows: prompt, sampled tokens and environment tokens."""
+        return self.useful.sampled + self.useful.prefilled
 
 
-OnDone = Callable[[SimulatedEngine, list[SimulatedRequest]], None]
-"""Called with an engine and the requests it has completed."""
+class SimulatedCluster:
+    """The simulated cluster: workers with their groups, a fleet of engines, and a learner.
 
-
-EndRun = Callable[[str], None]
-
-
-class FleetClient(Protocol):
-    """Receives the results of its requests."""
-
-    def answered(self, request: SimulatedRequest, engine: SimulatedEngine) -> None: ...
-
-    def lost(self, request: SimulatedRequest, tokens: float) -> None:
-        """The engine failed, and the `tokens` sampled for this request are lost."""
-        ...
-
-
-class LoadBuckets:
-    """Serving engines, indexed by load."""
-
-    def __init__(self) -> None:
-        self._at: defaultdict[int, dict[SimulatedEngine, None]] = defaultdict(dict)
-        self._load: dict[SimulatedEngine, int] = {}
-        self._lowest = 0
-
-    def place(self, engine: SimulatedEngine) -> None:
-        """Update the load of an engine."""
-        self.remove(engine)
-        load = self._load[engine] = engine.load
-        self._at[load][engine] = None
-        self._lowest = min(self._lowest, load)
-
-    def remove(self, engine: SimulatedEngine) -> None:
-        if (load := self._load.pop(engine, None)) is not None:
-            del self._at[load][engine]
-
-    def least(self, min_version: Version) -> SimulatedEngine | None:
-        """Return the least loaded engine that serves this version or a newer one."""
-        if not self._load:
-            return None
-        while not self._at[self._lowest]:
-            del self._at[self._lowest]
-            self._lowest += 1
-        for engine in self._at[self._lowest]:
-            if engine.version >= min_version:
-                return engine
-        fresh = [engine for engine in self._load if engine.version >= min_version]  # rare: an engine is behind
-        return min(fresh, key=lambda engine: engine.load, default=None)
-
-
-class SimulatedFleet:
-    """All engines: routing of requests, weight loads, failures, preemptions and joins."""
+    `cancelled` is called with every group that the scheduler cancels, `give_up` with the reason when a component
+    exceeds its restart limit, which ends the run."""
 
     def __init__(
         self,
         settings: SimulationSettings,
+        core: SchedulerSettings,
         clock: VirtualClock,
         supervisor: RestartPolicy,
         rng: random.Random,
-        client: FleetClient,
+        served: Version,
         give_up: EndRun,
+        cancelled: Callable[[SimulatedGroup], None],
     ) -> None:
         self._settings = settings
+        self._core = core
         self._clock = clock
         self._supervisor = supervisor
         self._rng = rng
-        self._client = client
+        self._served = served
         self._give_up = give_up
+        self._cancelled = cancelled
         self._send_event: SendEvent = lambda _: None
-        self._buckets = LoadBuckets()
-        self.unassigned: dict[SimulatedRequest, None] = {}  # requests that no engine can serve yet
-        self.engines: dict[str, SimulatedEngine] = {}
-        self.slots = settings.engine.slots  # per engine
-        self.deaths = 0
-        self.gone = 0  # preempted, not failed
-        self._present = 0  # engines that have devices, up or not
-        self._present_s = 0.0
-        self._present_since = clock.now
-
-    def start(self, count: int, version: Version) -> None:
-        """Start `count` engines that serve `version`, and schedule their faults."""
-        for _ in range(count):
-            engine = self._new_engine()
-            engine.version, engine.serves = version, True
-            self._buckets.place(engine)
-            self._schedule_failure(engine)
-        self._schedule_preemption()
-        for moment in self._settings.faults.join_at_s:
-            if moment >= self._clock.now:
-                self._clock.at(moment, lambda: self._up(self._new_engine()))
+        self._draws = WorkloadSampler(settings.workload, settings.run.seed)
+        self._down: set[int] = set()  # workers that are down
+        self.fleet = SimulatedFleet(settings, clock, supervisor, rng, self, give_up)
+        self.groups: dict[int, SimulatedGroup] = {}  # running, or finished and not yet trained on
+        self.recorded: dict[int, SimulatedGroup] = {}  # by visit: unfinished groups of an earlier start of the run
+        self.episodes_running = 0
+        self.most_running = 0
+        self.worker_deaths = 0
+        self.learner_busy_s = 0.0
 
     def connect(self, send_event: SendEvent) -> None:
         self._send_event = send_event
+        self.fleet.connect(send_event)
+        for worker in range(self._settings.cluster.workers):
+            self._schedule_failure(worker)
+        self.fleet.start(engine_count(self._settings), self._served)
 
-    def _new_engine(self) -> SimulatedEngine:
-        name = f"e{len(self.engines)}"
-        slow = self._rng.random() < self._settings.engine.slow_share
-        engine = self.engines[name] = SimulatedEngine(name, self._clock, self._settings.engine, slow, self._done)
-        self._count_present(+1)
-        return engine
+    def engines(self) -> dict[str, Version]:
+        return {name: engine.version for name, engine in self.fleet.engines.items()}
 
-    def present_s(self) -> float:
-        """Return the total engine-seconds during which engines had devices."""
-        return self._present_s + self._present * (self._clock.now - self._present_since)
+    def load(self, engine: str, version: Version) -> None:
+        self.fleet.load(engine, version)
 
-    def _count_present(self, change: int) -> None:
-        self._present_s, self._present_since = self.present_s(), self._clock.now
-        self._present += change
+    # -------------------------------------------------------------------------------------------------------- learner
 
-    # ------------------------------------------------------------------------------------------------------ requests
+    def learner_seconds(self, work: LearnerWork) -> float:
+        seconds = self._learner_seconds(work)
+        self.learner_busy_s += seconds
+        return seconds
 
-    def submit(self, request: SimulatedRequest, preferred: SimulatedEngine | None = None) -> None:
-        """Route a request. `preferred` has the prefix of the sequence in its cache."""
-        fits = preferred is not None and preferred.serves and preferred.version >= request.min_version
-        engine = preferred if fits else self._buckets.least(request.min_version)
-        if engine is None:
-            self.unassigned[request] = None
+    def _learner_seconds(self, work: LearnerWork) -> float:
+        learner, devices = self._settings.learner, self._settings.cluster.training
+        match work:
+            case ev.TrainChunk():
+                assert devices is not None
+                tokens = sum(self.groups[group].trained_tokens for group in work.groups)
+                return tokens * learner.token_s / devices
+            case ev.CloseBatch(version):
+                saved = self._core.is_checkpointed(version + 1)
+                return learner.step_s + (learner.checkpoint_s if saved else 0.0)
+            case _:
+                return learner.publish_s
+
+    def fit(self, version: Version) -> tuple[float, float]:
+        return 1.0, 0.0
+
+    def evaluation_seconds(self, version: Version) -> float:
+        raise NotImplementedError("the simulated cluster does not support evaluation")
+
+    # -------------------------------------------------------------------------------------------------------- groups
+
+    def start(self, admit: ev.Admit) -> None:
+        group = self.groups[admit.group] = self._draw(admit)
+        if admit.recorded and (before := self.recorded.pop(admit.position, None)) is not None:
+            self._continue(group, before)
+        self.episodes_running += group.left
+        self.most_running = max(self.most_running, self.episodes_running)
+        if self._worker(group) not in self._down:
+            self._resume(group)
+
+    def _draw(self, admit: ev.Admit) -> SimulatedGroup:
+        rng = self._draws.of_group(admit.group)
+        group = SimulatedGroup(admit, self._draws.outcome(rng), rng, self._settings.workload.group_size)
+        turns = self._settings.workload.turns
+        group.episodes = [SimulatedEpisode(group, self._draws.tokens(rng) / turns) for _ in range(group.size)]
+        group.left = group.size
+        return group
+
+    def _continue(self, group: SimulatedGroup, before: SimulatedGroup) -> None:
+        """Take over the turns that an earlier start of the run recorded, unless they are older than `min_version`."""
+        if before.oldest < group.admit.min_version:
             return
-        engine.submit(request)
-        self._buckets.place(engine)
+        group.useful, group.versions, group.left = before.useful, before.versions, before.left
+        group.oldest, group.newest = before.oldest, before.newest
+        for episode, earlier in zip(group.episodes, before.episodes, strict=True):
+            episode.tokens, episode.turn = earlier.tokens, earlier.turn
 
-    def withdraw(self, request: SimulatedRequest) -> float:
-        """Cancel a request. Returns the tokens it had sampled."""
-        engine = request.engine
-        if engine is None:
-            self.unassigned.pop(request, None)
-            return 0.0
-        sampled = engine.withdraw(request)
-        self._buckets.place(engine)
-        return sampled
+    def cancel(self, number: int) -> None:
+        group = self.groups.pop(number)
+        self._interrupt(group)
+        self.episodes_running -= group.left
+        group.end()
+        self._cancelled(group)
 
-    def _done(self, engine: SimulatedEngine, requests: list[SimulatedRequest]) -> None:
-        self._buckets.place(engine)
-        for request in requests:
-            self._client.answered(request, engine)
+    def _worker(self, group: SimulatedGroup) -> int:
+        return group.admit.group % self._settings.cluster.workers
 
-    # ------------------------------------------------------------------------------------------------ loads and faults
+    def _resume(self, group: SimulatedGroup) -> None:
+        """Request the missing turns of the group."""
+        if not group.left:
+            self._score(group)
+        for episode in group.episodes:
+            if episode.turn < self._settings.workload.turns:
+                self._request(episode)
 
-    def load(self, name: str, version: Version) -> None:
-        engine = self.engines[name]
-        life, faults = engine.life, self._settings.faults
-        slow = faults.slow_load_factor if self._rng.random() < faults.slow_load_share else 1.0
-        seconds = self._settings.engine.load_s * engine.slowness * slow
+    def _score(self, group: SimulatedGroup) -> None:
+        self._clock.after(self._settings.workload.grade_s, self._if_current(group, lambda: self._close(group)))
 
-        def loaded() -> None:
-            if engine.life == life:
-                self._loaded(engine, version)
+    def _close(self, group: SimulatedGroup) -> None:
+        group.end()
+        reward = None if group.outcome == "failed" else 0.5
+        reward_std = 0.5 if group.outcome == "finished" else 0.0
+        self._send_event(ev.GroupClosed(group.admit.group, group.outcome, group.oldest, reward, reward_std))
 
-        self._clock.after(seconds, loaded)
+    def _if_current(self, group: SimulatedGroup, call: Callable[[], None]) -> Callable[[], None]:
+        attempt = group.attempt
 
-    def _loaded(self, engine: SimulatedEngine, version: Version) -> None:
-        engine.swap(version)
-        engine.serves = True
-        self._buckets.place(engine)
-        waiting, self.unassigned = self.unassigned, {}
-        for request in waiting:
-            self.submit(request)
-        self._send_event(EngineLoaded(engine.name, version))
+        def if_current() -> None:
+            if group.attempt == attempt:
+                call()
 
-    def _schedule_failure(self, engine: SimulatedEngine) -> None:
-        mtbf, life = self._settings.faults.engine_mtbf_s, engine.life
-        if mtbf is None:
+        return if_current
+
+    # -------------------------------------------------------------------------------------------------------- episodes
+
+    def _request(self, episode: SimulatedEpisode) -> None:
+        engine = episode.cached_on
+        cached = engine if engine is not None and engine.life == episode.cached_life else None
+        episode.prefill = self._new_tokens(episode.turn) if cached is not None else self._context(episode)
+        episode.asking = True
+        self.fleet.submit(episode, cached)
+
+    def _new_tokens(self, turn: int) -> float:
+        """Return the number of tokens that are new to the policy at this turn."""
+        return self._settings.workload.turn_tokens if turn else self._settings.workload.prompt_tokens
+
+    def _context(self, episode: SimulatedEpisode) -> float:
+        workload = self._settings.workload
+        return workload.prompt_tokens + episode.turn * (workload.turn_tokens + episode.tokens)
+
+    def answered(self, episode: SimulatedRequest, engine: SimulatedEngine) -> None:
+        assert isinstance(episode, SimulatedEpisode)
+        group, new = episode.group, self._new_tokens(episode.turn)
+        episode.asking, episode.cached_on, episode.cached_life = False, engine, engine.life
+        group.oldest, group.newest = min(group.oldest, episode.oldest), max(group.newest, engine.version)
+        group.versions += engine.mean_version(episode) * episode.tokens
+        group.useful.sampled += episode.tokens
+        group.useful.prefilled += new
+        group.lost.prefilled += episode.prefill - new
+        episode.turn += 1
+        if episode.turn < self._settings.workload.turns:
+            pause_s = self._draws.turn_s(group.rng)
+            self._clock.after(pause_s, self._if_current(group, lambda: self._request(episode)))
             return
+        group.left -= 1
+        self.episodes_running -= 1
+        if not group.left:
+            self._score(group)
 
-        def die() -> None:
-            if engine.life == life:
-                self.die(engine)
+    def lost(self, episode: SimulatedRequest, tokens: float) -> None:
+        """The engine failed: request the turn again from another engine."""
+        assert isinstance(episode, SimulatedEpisode)
+        episode.group.lost.add(_cost_of(tokens, episode))
+        self._request(episode)
 
-        self._clock.after(self._rng.expovariate(1 / mtbf), die)
+    # --------------------------------------------------------------------------------------------------------- workers
 
-    def die(self, engine: SimulatedEngine) -> None:
-        self.deaths += 1
-        decision = self._supervisor.died(engine.name, self._clock.now)
-        if isinstance(decision, GiveUp):
-            self._give_up(f"engine {engine.name} died: {decision.reason}")
+    def _schedule_failure(self, worker: int) -> None:
+        if (mtbf := self._settings.faults.worker_mtbf_s) is not None:
+            self._clock.after(self._rng.expovariate(1 / mtbf), lambda: self._fail(worker))
+
+    def _fail(self, worker: int) -> None:
+        self.worker_deaths += 1
+        pause_s = self._supervisor.died(f"worker {worker}", self._clock.now)
+        if isinstance(pause_s, GiveUp):
+            self._give_up(f"worker {worker} died: {pause_s.reason}")
             return
-        self._down(engine, decision.pause_s + self._settings.faults.restart_s)
+        self._down.add(worker)
+        for group in self._groups_of(worker):
+            self._interrupt(group)
+            if not self._settings.checkpoint.turns:
+                self._discard_turns(group)
+        self._clock.after(pause_s + self._settings.faults.restart_s, lambda: self._restart(worker))
 
-    def _schedule_preemption(self) -> None:
-        if (mean := self._settings.faults.leave_every_s) is not None:
-            self._clock.after(self._rng.expovariate(1 / mean), self._preempt)
+    def _restart(self, worker: int) -> None:
+        self._down.remove(worker)
+        for group in self._groups_of(worker):
+            self._resume(group)
+        self._schedule_failure(worker)
 
-    def _preempt(self) -> None:
-        """Remove a random serving engine for `away_s`."""
-        serving = [engine for engine in self.engines.values() if engine.serves]
-        if serving:
-            self.gone += 1
-            self._count_present(-1)
-            self._down(self._rng.choice(serving), self._settings.faults.away_s)
-            self._clock.after(self._settings.faults.away_s, lambda: self._count_present(+1))
-        self._schedule_preemption()
+    def _groups_of(self, worker: int) -> list[SimulatedGroup]:
+        return [group for group in self.groups.values() if not group.over and self._worker(group) == worker]
 
-    def _down(self, engine: SimulatedEngine, seconds: float) -> None:
-        lost = engine.fail()
-        self._buckets.remove(engine)
-        self._clock.after(seconds, lambda: self._up(engine))
-        for request, tokens in lost:
-            self._client.lost(request, tokens)
-        self._send_event(EngineLost(engine.name))
+    def _interrupt(self, group: SimulatedGroup) -> None:
+        """Cancel its in-flight requests and scheduled calls."""
+        group.attempt += 1
+        for episode in group.episodes:
+            if episode.asking:
+                episode.asking = False
+                group.lost.add(_cost_of(self.fleet.withdraw(episode), episode))
 
-    def _up(self, engine: SimulatedEngine) -> None:
-        self._schedule_failure(engine)
-        self._send_event(EngineJoined(engine.name))
+    def _discard_turns(self, group: SimulatedGroup) -> None:
+        group.lost.add(group.useful)
+        group.useful, group.versions, group.oldest, group.newest = SamplingCost(), 0.0, NEVER, -1
+        self.episodes_running += group.size - group.left
+        group.left = group.size
+        for episode in group.episodes:
+            episode.turn, episode.cached_on = 0, None
+
+
+def _cost_of(tokens: float, episode: SimulatedEpisode) -> SamplingCost:
+    """Return the cost of a cancelled request. Without any token, the prompt was most likely not prefilled either."""
+    return SamplingCost(tokens, episode.prefill) if tokens else SamplingCost()
+
+
+def engine_count(settings: SimulationSettings) -> int:
+    """Return the number of engines that fit on the generation devices."""
+    assert settings.cluster.training is not None
+    return (settings.cluster.devices - settings.cluster.training) // settings.cluster.per_engine

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from outpace.controller.events import Action, BatchTrained, CloseBatch, Event, GroupClosed
-from outpace.simulator.conductor import SimulationObserver
-from outpace.simulator.rollouts import SamplingCost, SimulatedGroup
+from outpace.controller import events as ev
+from outpace.simulator.cluster import SamplingCost, SimulatedGroup
+from outpace.simulator.driver import SimulationObserver
 from outpace.simulator.settings import SimulationSettings
 from outpace.types import Version
 
@@ -46,7 +46,6 @@ class ClusterTotals:
 class SimulatedStep:
     """One trained batch."""
 
-    sampled: float
     trained: float
     work: SamplingCost
     lags: tuple[int, ...]  # lag of each group's oldest token
@@ -71,15 +70,15 @@ class RunMetrics(SimulationObserver):
     def measured(self) -> list[SimulatedStep]:
         return [step for version, step in self.steps.items() if version > self._first]
 
-    def on_action(self, action: Action) -> None:
-        if isinstance(action, CloseBatch):
+    def on_action(self, action: ev.Action) -> None:
+        if isinstance(action, ev.CloseBatch):
             self._batch = action.groups
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         match event:
-            case BatchTrained(version):
+            case ev.BatchTrained(version):
                 self._trained(version)
-            case GroupClosed(group, outcome) if outcome != "finished" and group in self.groups:
+            case ev.GroupClosed(group, outcome) if outcome != "finished" and group in self.groups:
                 over = self.groups.pop(group)
                 self._count_lost(over)
                 if self.began is None:
@@ -115,7 +114,7 @@ class RunMetrics(SimulationObserver):
         lag_sum = sum((version - 1) * group.useful.sampled - group.versions for group in groups)
         trained = sum(group.trained_tokens for group in groups)
         lags = tuple(version - 1 - group.oldest for group in groups)
-        self.steps[version] = SimulatedStep(work.sampled, trained, work, lags, lag_sum)
+        self.steps[version] = SimulatedStep(trained, work, lags, lag_sum)
         self.ended = self._read()
         if self.began is None and version >= self._first:
             self.began = self.ended
@@ -172,7 +171,7 @@ def compute_result(metrics: RunMetrics, settings: SimulationSettings, **rest: ob
     work_s = _generation_s(useful, settings) + trained * settings.learner.token_s
     ideal_s = work_s / (devices + up_s / seconds * settings.cluster.per_engine)
     lags = sorted(lag for step in measured for lag in step.lags)
-    sampled = sum(step.sampled for step in measured)
+    sampled = sum(step.work.sampled for step in measured)
     wasted = sum(metrics.waste.values())
     return SimulationResult(
         generating=settings.cluster.devices - devices,

@@ -12,27 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outpace.controller.events import Action, BatchTrained, Checkpoint, CloseBatch, Event, GroupClosed
-from outpace.controller.recovery import RecoveredWork, RecoveryRules, choose_recovered, recorded
-from outpace.controller.scheduler import Scheduler, SchedulerSettings
-from outpace.controller.scheduler_state import SchedulerState, decode_state
+from outpace.controller import events as ev
+from outpace.controller.pacing import SchedulerSettings
+from outpace.controller.recovery import RecoveredWork, SchedulerState, choose_recovered, decode_state, recorded
+from outpace.controller.scheduler import Scheduler
 from outpace.controller.supervisor import RestartPolicy
 from outpace.runtime.components import RestartSettings
-from outpace.simulator.conductor import SimulatedDriver, SimulationObserver, VirtualClock
+from outpace.simulator.cluster import SimulatedCluster, SimulatedGroup, engine_count
+from outpace.simulator.driver import SimulatedDriver, SimulationObserver, VirtualClock
 from outpace.simulator.report import ClusterTotals, RunMetrics, SimulationResult, compute_result
-from outpace.simulator.rollouts import SimulatedCluster, SimulatedGroup, engine_count
 from outpace.simulator.settings import SimulationSettings
 from outpace.tasks.order import TaskOrder
-from outpace.types import FinishedGroup, GroupOrder, GroupReport, Version
-
-
-@dataclass
-class SimulatedJournalEntry:
-    """One finished group in the simulated journal."""
-
-    group: SimulatedGroup
-    kept: FinishedGroup
-    trained: Version | None = None  # the version it was trained into, if any
+from outpace.types import FinishedGroup, GroupReport, Version
 
 
 @dataclass(frozen=True)
@@ -41,58 +32,54 @@ class StartState:
 
     core: Scheduler
     finished: dict[int, SimulatedGroup] = field(default_factory=dict)  # including those that may be replayed
-    unfinished: dict[int, SimulatedGroup] = field(
-        default_factory=dict
-    )  # unfinished groups with recorded turns, by prompt visit
+    unfinished: dict[int, SimulatedGroup] = field(default_factory=dict)  # with recorded turns, by prompt visit
 
 
 class SimulatedJournal(SimulationObserver):
     """State that survives a learner failure: the latest checkpoint, and finished groups not yet covered by one."""
 
     def __init__(self) -> None:
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: ev.Checkpoint | None = None
         self.groups: dict[int, SimulatedGroup] = {}  # groups of the current start
-        self._entries: dict[int, SimulatedJournalEntry] = {}
+        self._entries: dict[int, SimulatedGroup] = {}  # finished groups
+        self._trained: dict[int, Version] = {}  # the version that each of them was trained into, if any
         self._batch: tuple[int, ...] = ()
         self._compacted: Version = 0  # version of the checkpoint at the last compaction
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         match event:
-            case GroupClosed(number, "finished") if number in self.groups:
-                group = self.groups[number]
-                self._entries[number] = SimulatedJournalEntry(group, _kept(group))
-            case BatchTrained(version):
-                for number in self._batch:
-                    self._entries[number].trained = version
+            case ev.GroupClosed(number, "finished") if number in self.groups:
+                self._entries[number] = self.groups[number]
+            case ev.BatchTrained(version):
+                self._trained |= dict.fromkeys(self._batch, version)
 
-    def on_action(self, action: Action) -> None:
+    def on_action(self, action: ev.Action) -> None:
         match action:
-            case CloseBatch():
+            case ev.CloseBatch():
                 self._batch = action.groups
-            case Checkpoint():
+            case ev.Checkpoint():
                 self.checkpoint = action
                 self._compact(decode_state(_as_on_disk(action)))
 
     def _compact(self, state: SchedulerState) -> None:
         """Drop groups whose training a checkpoint covers, unless they may be replayed. As in the real, segmented
         journal, they stay until the next checkpoint."""
-        for number, entry in list(self._entries.items()):
-            if entry.trained is not None and entry.trained <= self._compacted and number not in state.replay:
-                del self._entries[number]
+        for number, version in list(self._trained.items()):
+            if version <= self._compacted and number not in state.replay:
+                del self._entries[number], self._trained[number]
         self._compacted = state.version
 
     def resume(self, settings: SchedulerSettings, order: TaskOrder, turns: bool) -> StartState:
         """Return the state to resume from: the latest checkpoint, or a fresh start if there is none. With `turns`, it
         includes the recorded turns of unfinished groups."""
         state = None if self.checkpoint is None else decode_state(_as_on_disk(self.checkpoint))
-        rules = RecoveryRules.of(state, settings)
-        recovered = choose_recovered((entry.kept for entry in self._entries.values()), rules)
-        unfinished = self._unfinished(rules.version) if turns else {}
+        known = state or SchedulerState(order.count, order.seed, order.shuffle)
+        recovered = choose_recovered(map(_kept, self._entries.values()), known, settings)
+        unfinished = self._unfinished(known.version) if turns else {}
         min_versions = {position: group.admit.min_version for position, group in unfinished.items()}
-        recovered = replace(recovered, recorded=recorded(min_versions, recovered.finished, rules))
+        recovered = replace(recovered, recorded=recorded(min_versions, recovered.finished, known, settings))
         self._retain(recovered)
-        finished = {number: entry.group for number, entry in self._entries.items()}
-        return StartState(Scheduler(settings, order, state, recovered), finished, unfinished)
+        return StartState(Scheduler(settings, order, state, recovered), dict(self._entries), unfinished)
 
     def _unfinished(self, version: Version) -> dict[int, SimulatedGroup]:
         """Return unfinished groups with recorded turns, by prompt visit, without those sampled from versions newer than
@@ -105,23 +92,20 @@ class SimulatedJournal(SimulationObserver):
 
     def _retain(self, recovered: RecoveredWork) -> None:
         retained = {kept.order.group for kept in (*recovered.finished, *recovered.pooled)}
-        self._entries = {number: entry for number, entry in self._entries.items() if number in retained}
-        for kept in recovered.finished:
-            self._entries[kept.order.group].trained = None
+        self._entries = {number: group for number, group in self._entries.items() if number in retained}
+        self._trained = {kept.order.group: self._trained[kept.order.group] for kept in recovered.pooled}
 
 
-def _as_on_disk(checkpoint: Checkpoint) -> dict[str, object]:
+def _as_on_disk(checkpoint: ev.Checkpoint) -> dict[str, object]:
     stored: dict[str, object] = json.loads(json.dumps(checkpoint.state))
     return stored
 
 
 def _kept(group: SimulatedGroup) -> FinishedGroup:
-    admit = group.admit
-    order = GroupOrder(
-        admit.group, admit.task, admit.epoch, admit.min_version, size=group.size, position=admit.position
+    report = GroupReport(
+        group.admit.group, "", "finished", oldest=group.oldest, newest=group.newest, rewards=[0.0, 1.0]
     )
-    report = GroupReport(admit.group, "", "finished", oldest=group.oldest, newest=group.newest, rewards=[0.0, 1.0])
-    return FinishedGroup(order, report)
+    return FinishedGroup(group.admit, report)
 
 
 MAX_FUTILE_STARTS = 20
@@ -207,13 +191,13 @@ class SimulatedRun:
             self._settings, core.settings, self.clock, supervisor, self._rng, core.version, self._give_up,
             self.metrics.record_cancelled,
         )  # fmt: skip
-        parts.rollouts.groups |= start_state.finished
-        parts.rollouts.recorded |= start_state.unfinished
-        self.metrics.groups = self.journal.groups = parts.rollouts.groups
+        parts.groups |= start_state.finished
+        parts.recorded |= start_state.unfinished
+        self.metrics.groups = self.journal.groups = parts.groups
         observers = (self.journal, self.metrics, *self._make_observers(core, parts))
-        self._conductor = conductor = SimulatedDriver(core, self.clock, parts, observers)
+        self._driver = driver = SimulatedDriver(core, self.clock, parts, observers)
         self._schedule_learner_failure()
-        finish = conductor.run(until=lambda: self._is_stalled(core))
+        finish = driver.run(until=lambda: self._is_stalled(core))
         self._restarts += supervisor.restarts
         return finish or self._given_up
 
@@ -235,11 +219,11 @@ class SimulatedRun:
 
     def _learner_failed(self) -> None:
         self._deaths["learner"] += 1
-        self._conductor.end()
+        self._driver.end()
 
     def _give_up(self, reason: str) -> None:
         self._given_up = reason
-        self._conductor.end()
+        self._driver.end()
 
     # --------------------------------------------------------------------------------------------------------- totals
 
@@ -248,9 +232,9 @@ class SimulatedRun:
         parts = self._parts
         self._past = self._read()
         self._deaths["engine"] += parts.fleet.deaths
-        self._deaths["worker"] += parts.rollouts.deaths
+        self._deaths["worker"] += parts.worker_deaths
         self._deaths["taken away"] += parts.fleet.gone
-        self._most_running = max(self._most_running, parts.rollouts.most_running)
+        self._most_running = max(self._most_running, parts.most_running)
 
     def _read(self) -> ClusterTotals:
         past, fleet = self._past, self._parts.fleet

@@ -7,17 +7,26 @@ key or an invalid value is a one-line `BadInput` that starts with the key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pydantic
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from outpace.config.base import Section
+from outpace.config.base import Section, first_error
+from outpace.config.defaults import by_section
+from outpace.config.load import FIELDS as TRAINING_FIELDS
 from outpace.config.load import parse_arguments, read_config_file
+from outpace.controller.pacing import OnStale
 from outpace.errors import BadInput, one_line
 from outpace.runtime.references import closest_names
+
+
+def _as_in_training(key: str) -> Any:
+    """Return the field of a setting that `outpace train` has too, with its default, limits and description."""
+    return copy(TRAINING_FIELDS[key])
 
 
 class ClusterSettings(Section):
@@ -107,48 +116,35 @@ class WorkloadSettings(Section):
 class SimulatedPacingSettings(Section):
     """Batch size and staleness limits."""
 
-    max_lag: int = Field(default=2, ge=0)
-    """Maximum staleness: no token is trained on more than `max_lag` versions after it was sampled. 0 is synchronous
-    training."""
-    depth: float = Field(default=1.0, ge=0)
-    """Batches in flight in addition to the one being filled. May be fractional."""
+    max_lag: int = _as_in_training("pacing.max_lag")
+    depth: float = _as_in_training("pacing.depth")
     groups_per_step: int = Field(default=128, ge=1)
     """Groups per batch. One batch is one optimizer step and produces one policy version."""
-    chunk_groups: int = Field(default=16, ge=1)
-    """The learner starts on an incomplete batch as soon as `chunk_groups` of its groups are finished."""
-    max_running: int | None = Field(default=None, ge=1)
-    """Maximum concurrent episodes. Default: twice the total engine slots."""
-    on_stale: Literal["wait", "requeue", "drop", "train"] = "wait"
-    """What to do with a group that is still running when its batch is due."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Number of initial on-policy steps (lag 0) before `max_lag` applies."""
+    chunk_groups: int = _as_in_training("pacing.chunk_groups")
+    max_running: int | None = _as_in_training("pacing.max_running")
+    on_stale: OnStale = _as_in_training("pacing.on_stale")
+    warmup_steps: int = _as_in_training("pacing.warmup_steps")
 
 
 class SimulatedWeightsSettings(Section):
     """Weight sync from the learner to the engines."""
 
-    every: int = Field(default=1, ge=1)
-    """Publish new weights every `every` steps."""
-    update: Literal["inflight", "drain"] = "inflight"
-    """`inflight` updates weights while sequences are being sampled; `drain` lets running groups finish first."""
+    every: int = _as_in_training("weights.every")
+    update: Literal["inflight", "drain"] = _as_in_training("weights.update")
 
 
 class SimulatedCheckpointSettings(Section):
     """Checkpoint interval."""
 
-    every: int = Field(default=20, ge=0)
-    """Checkpoint interval in steps; 0 checkpoints only at the end."""
-    turns: bool = True
-    """Record the turns of unfinished groups, so that a restarted worker continues them instead of starting over."""
+    every: int = _as_in_training("checkpoint.every")
+    turns: bool = _as_in_training("checkpoint.turns")
 
 
 class SimulatedSuperviseSettings(Section):
     """Restarts of engines and workers."""
 
-    restarts: int = Field(default=5, ge=0)
-    """Restarts allowed per component within `window_s`; one more failure ends the run. 0 disables restarts."""
-    window_s: float = Field(default=3600.0, gt=0)
-    """Time window over which restarts are counted."""
+    restarts: int = _as_in_training("supervise.restarts")
+    window_s: float = _as_in_training("supervise.window_s")
 
 
 class FaultSettings(Section):
@@ -227,15 +223,11 @@ FIELDS: dict[str, FieldInfo] = {
 
 def load_settings(file: Path | None = None, words: Sequence[str] = ()) -> SimulationSettings:
     """Load settings from an optional file and the command line. The command line overrides the file."""
-    flat = {**(_flat(read_config_file(file)) if file is not None else {}), **parse_arguments(words, FIELDS, _unknown)}
-    nested: dict[str, dict[str, Any]] = {}
-    for dotted, value in flat.items():
-        section, _, key = dotted.partition(".")
-        nested.setdefault(section, {})[key] = value
+    from_file = _flat(read_config_file(file)) if file is not None else {}
     try:
-        settings = SimulationSettings.model_validate(nested)
+        settings = SimulationSettings.model_validate(by_section(from_file | parse_arguments(words, FIELDS, _unknown)))
     except pydantic.ValidationError as error:
-        raise BadInput(_explain(error)) from None
+        raise BadInput(first_error(error)) from None
     _check(settings)
     return settings
 
@@ -251,14 +243,7 @@ def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     for dotted in flat:
         if dotted not in FIELDS:
             raise _unknown(dotted)
-    return {dotted: _int_to_float(dotted, value) for dotted, value in flat.items()}
-
-
-def _int_to_float(dotted: str, value: Any) -> Any:
-    """Accept integers for float settings: TOML distinguishes 4 and 4.0."""
-    wanted = FIELDS[dotted].annotation
-    is_number = wanted is float or float in get_args(wanted)
-    return float(value) if is_number and type(value) is int else value
+    return flat
 
 
 def _unknown(dotted: str) -> BadInput:
@@ -267,13 +252,6 @@ def _unknown(dotted: str) -> BadInput:
     close = same or closest_names(dotted, FIELDS if dot else SECTIONS)
     hint = f"did you mean {' or '.join(close)}?" if close else f"the sections are {', '.join(SECTIONS)}"
     return BadInput(f"{one_line(dotted)}: no such {'setting' if dot else 'section'} of a simulation; {hint}")
-
-
-def _explain(error: pydantic.ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    key = ".".join(str(part) for part in first["loc"][:2])
-    problem = first["msg"].replace("Input should", "should", 1)
-    return f"{key}: {one_line(problem)}, not {one_line(repr(first['input']), limit=60)}"
 
 
 def _check(settings: SimulationSettings) -> None:

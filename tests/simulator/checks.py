@@ -12,34 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outpace.controller.events import (
-    Action,
-    Admit,
-    BatchTrained,
-    Cancel,
-    Checkpoint,
-    ChunkTrained,
-    CloseBatch,
-    EngineJoined,
-    EngineLoaded,
-    EngineLost,
-    Evaluate,
-    EvaluationDone,
-    Event,
-    Finish,
-    GroupClosed,
-    LagChanged,
-    LoadFailed,
-    LoadLate,
-    LoadWeights,
-    Publish,
-    Published,
-    Retire,
-    RunStarted,
-    TrainChunk,
-)
+from outpace.controller import events as ev
 from outpace.controller.scheduler import Scheduler
-from outpace.simulator.conductor import SimulationObserver
+from outpace.simulator.driver import SimulationObserver
 from outpace.types import Version
 
 
@@ -69,48 +44,48 @@ class InvariantChecker(SimulationObserver):
 
     # ---------------------------------------------------------------------------------------------------------- events
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         match event:
-            case GroupClosed(group, outcome):
+            case ev.GroupClosed(group, outcome):
                 if group in self._running:  # otherwise it was cancelled
                     self._running.remove(group)
                     self._finished |= {group} if outcome == "finished" else set()
-            case BatchTrained(version):
+            case ev.BatchTrained(version):
                 self._version = version
                 self._finished -= set(self._batch)
                 self._trained |= set(self._batch)
                 self._learner_busy -= 1
-            case ChunkTrained() | Published():
+            case ev.ChunkTrained() | ev.Published():
                 self._learner_busy -= 1
-            case EvaluationDone(version):
+            case ev.EvaluationDone(version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being evaluated"
                 self._evaluating = None
             case _:
                 self._on_engine_event(event)
 
-    def _on_engine_event(self, event: Event) -> None:
+    def _on_engine_event(self, event: ev.Event) -> None:
         match event:
-            case RunStarted(engines):
+            case ev.RunStarted(engines):
                 self._served = {name: version for name, version in engines.items() if version == self._version}
                 self._stale = set(engines) - set(self._served)
-            case EngineLoaded(engine, version):
+            case ev.EngineLoaded(engine, version):
                 assert version in self._buffers, f"version {version} was overwritten while it was being loaded"
                 assert self._loading.pop(engine) == version
                 self._served[engine] = version
                 self._stale.discard(engine)
                 self._behind.discard(engine)
-            case LoadLate(engine, version):
+            case ev.LoadLate(engine, version):
                 if self._loading.get(engine) == version:
                     self._behind.add(engine)
-            case LoadFailed(engine, version, torn):
+            case ev.LoadFailed(engine, version, torn):
                 assert self._loading.pop(engine) == version
                 self._behind.add(engine)
                 if torn:
                     self._stop_serving(engine)
-            case EngineLost(engine):
+            case ev.EngineLost(engine):
                 self._loading.pop(engine, None)
                 self._stop_serving(engine)
-            case EngineJoined(engine):
+            case ev.EngineJoined(engine):
                 assert engine not in self._loading
                 self._stale.add(engine)
 
@@ -122,36 +97,36 @@ class InvariantChecker(SimulationObserver):
 
     # --------------------------------------------------------------------------------------------------------- actions
 
-    def on_action(self, action: Action) -> None:
+    def on_action(self, action: ev.Action) -> None:
         assert not self._ended, f"{action} after the end"
         match action:
-            case Admit():
+            case ev.Admit():
                 self._check_admission(action)
-            case Cancel(group):
+            case ev.Cancel(group):
                 self._running.remove(group)
-            case TrainChunk() | CloseBatch() | Publish():
+            case ev.TrainChunk() | ev.CloseBatch() | ev.Publish():
                 self._check_learner(action)
-            case Retire(groups):
+            case ev.Retire(groups):
                 assert set(groups) <= self._trained
                 self._trained -= set(groups)
-            case LoadWeights(engine, version):
+            case ev.LoadWeights(engine, version):
                 self._check_load(engine, version)
-            case Evaluate(version):
+            case ev.Evaluate(version):
                 assert version in self._buffers
                 assert self._evaluating is None
                 self._evaluating = version
-            case Checkpoint(version):
+            case ev.Checkpoint(version):
                 assert version <= self._version
-            case LagChanged(lag, by):
+            case ev.LagChanged(lag, by):
                 assert self.settings.governor is not None
                 assert by in (-1, 1)
                 assert min(self.settings.governor.min_lag, self.settings.max_lag) <= lag <= self.settings.max_lag
-            case Finish(reason):
+            case ev.Finish(reason):
                 assert reason == "stopped" or self._evaluating is None
                 assert not self._learner_busy, "the learner was still busy"
                 self._ended = True
 
-    def _check_admission(self, admit: Admit) -> None:
+    def _check_admission(self, admit: ev.Admit) -> None:
         assert admit.group not in self._admitted
         assert not (self._stale and self.settings.deterministic), "in deterministic mode all engines serve, or none"
         oldest = self._oldest_expected()
@@ -167,15 +142,15 @@ class InvariantChecker(SimulationObserver):
         expected = [v for engine, v in self._served.items() if v >= floor or engine not in self._behind]
         return min(expected, default=min(self._served.values()))
 
-    def _check_learner(self, action: TrainChunk | CloseBatch | Publish) -> None:
+    def _check_learner(self, action: ev.TrainChunk | ev.CloseBatch | ev.Publish) -> None:
         assert action.version == self._version
         self._learner_busy += 1
         match action:
-            case TrainChunk(_, groups, replayed):
+            case ev.TrainChunk(_, groups, replayed):
                 assert set(groups) <= (self._trained if replayed else self._finished)
-            case CloseBatch(_, groups):
+            case ev.CloseBatch(_, groups):
                 self._batch = groups
-            case Publish(version, leased):
+            case ev.Publish(version, leased):
                 assert set(leased) <= self._buffers
                 assert {*self._loading.values()} <= set(leased), "a snapshot that is being loaded is not leased"
                 self._buffers = {*leased, version}

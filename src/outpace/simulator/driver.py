@@ -16,23 +16,7 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from outpace.controller.events import (
-    Action,
-    Admit,
-    BatchTrained,
-    Cancel,
-    ChunkTrained,
-    CloseBatch,
-    Evaluate,
-    EvaluationDone,
-    Event,
-    Finish,
-    LoadWeights,
-    Publish,
-    Published,
-    RunStarted,
-    TrainChunk,
-)
+from outpace.controller import events as ev
 from outpace.controller.scheduler import Scheduler
 from outpace.types import Version
 
@@ -67,8 +51,8 @@ class VirtualClock:
         return True
 
 
-SendEvent = Callable[[Event], None]
-LearnerWork = TrainChunk | CloseBatch | Publish
+SendEvent = Callable[[ev.Event], None]
+LearnerWork = ev.TrainChunk | ev.CloseBatch | ev.Publish
 
 
 class Deadlock(AssertionError):
@@ -86,7 +70,7 @@ class ClusterModel(Protocol):
         """Return the version that each engine serves at the start."""
         ...
 
-    def start(self, admit: Admit) -> None:
+    def start(self, admit: ev.Admit) -> None:
         """Start a group. Sends `GroupClosed` when it ends."""
         ...
 
@@ -108,9 +92,9 @@ class ClusterModel(Protocol):
 class SimulationObserver:
     """Base class of observers, which see every event and action and change nothing."""
 
-    def on_event(self, event: Event) -> None: ...
+    def on_event(self, event: ev.Event) -> None: ...
 
-    def on_action(self, action: Action) -> None: ...
+    def on_action(self, action: ev.Action) -> None: ...
 
     def after_event(self) -> None:
         """Called after an event was handled and all its actions were carried out."""
@@ -136,7 +120,7 @@ class SimulatedDriver:
         """Run to the end, or until `until()` is true; call again to continue. Returns why the scheduler finished."""
         if not self._started:
             self._started = True
-            self.send_event(RunStarted(self._parts.engines()))
+            self.send_event(ev.RunStarted(self._parts.engines()))
         while self.finish is None and not self._ended and not until():
             if not self.clock.advance():
                 raise Deadlock(f"deadlock: {self.core.waiting_reason()}")
@@ -146,7 +130,7 @@ class SimulatedDriver:
         """Stop the controller: it receives no further events."""
         self._ended = True
 
-    def send_event(self, event: Event) -> None:
+    def send_event(self, event: ev.Event) -> None:
         if self.finish is not None or self._ended:
             return
         for observer in self._observers:
@@ -159,29 +143,29 @@ class SimulatedDriver:
         for observer in self._observers:
             observer.after_event()
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: ev.Action) -> None:
         match action:
-            case Admit():
+            case ev.Admit():
                 self._parts.start(action)
-            case Cancel(group):
+            case ev.Cancel(group):
                 self._parts.cancel(group)
-            case LoadWeights(engine, version):
+            case ev.LoadWeights(engine, version):
                 self._parts.load(engine, version)
-            case TrainChunk(version):
-                self._learn(action, lambda: ChunkTrained(version))
-            case CloseBatch(version):
-                self._learn(action, lambda: BatchTrained(version + 1, *self._parts.fit(version + 1)))
-            case Publish(version):
-                self._learn(action, lambda: Published(version))
-            case Evaluate(version):
+            case ev.TrainChunk(version):
+                self._learn(action, lambda: ev.ChunkTrained(version))
+            case ev.CloseBatch(version):
+                self._learn(action, lambda: ev.BatchTrained(version + 1, *self._parts.fit(version + 1)))
+            case ev.Publish(version):
+                self._learn(action, lambda: ev.Published(version))
+            case ev.Evaluate(version):
                 self.clock.after(
-                    self._parts.evaluation_seconds(version), lambda: self.send_event(EvaluationDone(version))
+                    self._parts.evaluation_seconds(version), lambda: self.send_event(ev.EvaluationDone(version))
                 )
-            case Finish(reason):
+            case ev.Finish(reason):
                 self.finish = reason
             case _:  # for observers only
                 pass
 
-    def _learn(self, work: LearnerWork, event: Callable[[], Event]) -> None:
+    def _learn(self, work: LearnerWork, event: Callable[[], ev.Event]) -> None:
         self.learner_free = max(self.learner_free, self.clock.now) + self._parts.learner_seconds(work)
         self.clock.at(self.learner_free, lambda: self.send_event(event()))
