@@ -17,7 +17,6 @@ from typing import Any
 
 from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
-from outpace.config.base import Section
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import ServerAddress, is_server_url, server_address
 from outpace.errors import BadInput, one_line, plural, with_article
@@ -42,29 +41,13 @@ def _check_urls(config: Config) -> Iterator[str]:
             yield f"engine.urls: {urls[first]} and {url} are the same server; list each server once"
 
 
-def _check_embedded(config: Config) -> Iterator[str]:
-    if config.engine.kind != "embedded":
-        return
-    remedy = 'engine.kind is "embedded"; set it to vllm or sglang, or leave this out'
-    yield from (f"{key}: no server is started, because {remedy}" for key in _changed("launch", config.launch))
-    if config.weights.transport != "auto":
-        yield f"weights.transport: the embedded engine always reads weights from memory, and {remedy}"
-    if config.weights.dir is not None and not config.weights.delta:
-        yield "weights.dir: the embedded engine reads only delta files; set weights.delta, or leave this out"
-
-
 def _check_server_source(config: Config) -> Iterator[str]:
-    engine = config.engine
-    if engine.kind == "embedded":
-        return
+    engine, first_port = config.engine, config.launch.port
     if engine.urls and engine.count != len(engine.urls):
         servers = plural(len(engine.urls), "server")
         yield f"engine.count: is {engine.count}, but engine.urls lists {servers}; leave this out"
-    if engine.urls:
-        for key in _changed("launch", config.launch):
-            yield f"{key}: engine.urls lists running servers, so none is started; remove one of the two"
-    elif config.launch.port and config.launch.port + (engine.count or 1) - 1 > LAST_PORT:
-        yield f"launch.port: {engine.count} servers starting at {config.launch.port} exceed port {LAST_PORT}; lower it"
+    elif first_port and first_port + (engine.count or 1) - 1 > LAST_PORT:
+        yield f"launch.port: {engine.count} servers starting at {first_port} exceed port {LAST_PORT}; lower it"
 
 
 def _check_server_mode(config: Config) -> Iterator[str]:
@@ -104,15 +87,8 @@ def _check_lora(config: Config) -> Iterator[str]:
             yield f"lora.targets: {target} is listed twice; remove one"
 
 
-def _changed(name: str, section: Section) -> Iterator[str]:
-    """Return the keys that differ from their defaults. A config saved by a run sets every key, so compare values."""
-    defaults: Any = type(section)()
-    return (f"{name}.{key}" for key, value in section if value != getattr(defaults, key))
-
-
 ENGINE_RULES: tuple[Rule, ...] = (
     _check_urls,
-    _check_embedded,
     _check_server_source,
     _check_server_mode,
     _check_transport,
