@@ -88,7 +88,7 @@ An override on top of any file drops the settings of the file that it leaves unr
 them: `--kl.coefficient 0` drops `kl.place`, `--lora.rank 0` drops `lora.alpha`. A setting that is given in the same
 command line and that nothing reads is rejected. In addition:
 
-- Another `policy_loss.name` or `advantage.name` drops the settings of the previous function, also if a preset chooses it.
+- Another `policy_loss.name` or `advantage.name`, also by a preset, drops the settings of the previous function.
 - Another `engine.kind` drops what it does not use, and what belongs to the previous servers: `engine.urls`,
   `engine.count`, `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the
   embedded engine also drops `weights.dir`, unless `weights.delta` is set.
