@@ -10,6 +10,7 @@ Conditions that depend on the machine (is there a GPU, does the server have the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -82,9 +83,6 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield "lora.targets: is empty, so no module would be trained; name some, or leave this out"
     if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
         yield f"lora.rank: vLLM supports at most rank {VLLM_LORA_RANKS[-1]}, not {lora.rank}; lower it"
-    for target in lora.targets:
-        if lora.targets.count(target) > 1:
-            yield f"lora.targets: {target} is listed twice; remove one"
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
@@ -246,13 +244,20 @@ def _has_lone_surrogate(text: str) -> bool:
 
 def _check_rewards(config: Config) -> Iterator[str]:
     functions, weights = config.rewards.functions, config.rewards.weights
-    for name in functions:
-        if functions.count(name) > 1:
-            yield f"rewards.functions: {name} is listed twice; set rewards.weights instead"
     if weights is not None and functions and len(weights) != len(functions):
         yield f"rewards.weights: has length {len(weights)}; give one weight per function, {len(functions)} in all"
-    if config.rewards.memory_mb is not None and config.rewards.isolation == "thread":
-        yield 'rewards.memory_mb: threads have no memory limit; set rewards.isolation = "process", or leave this out'
+
+
+def _check_duplicates(config: Config) -> Iterator[str]:
+    remedies = {
+        "rewards.functions": "set rewards.weights instead",
+        "lora.targets": "remove one",
+        "correction.masks": "remove one",
+    }
+    for key, remedy in remedies.items():
+        for name, count in Counter(get_value(config, key)).items():
+            if count > 1:
+                yield f"{key}: {name} is listed twice; {remedy}"
 
 
 def _check_judge(config: Config) -> Iterator[str]:
@@ -277,9 +282,10 @@ def _check_rollout_source(config: Config) -> Iterator[str]:
             yield f"tools.{tools}: {first} does not use these tools; leave this out"
 
 
-def _check_environment_limits(config: Config) -> Iterator[str]:
-    if config.environment.memory_mb is not None and config.environment.isolation == "thread":
-        yield 'environment.memory_mb: threads have no memory limit; set environment.isolation = "process"'
+def _check_memory_limits(config: Config) -> Iterator[str]:
+    for name, section in (("rewards", config.rewards), ("environment", config.environment)):
+        if section.memory_mb is not None and section.isolation == "thread":
+            yield f'{name}.memory_mb: threads have no memory limit; set {name}.isolation = "process", or leave this out'
 
 
 def _check_sampling(config: Config) -> Iterator[str]:
@@ -315,9 +321,10 @@ RULES: tuple[Rule, ...] = (
     _check_task_source,
     _check_task_options,
     _check_rewards,
+    _check_duplicates,
     _check_judge,
     _check_rollout_source,
-    _check_environment_limits,
+    _check_memory_limits,
     _check_sampling,
     _check_publish_interval,
     _check_deterministic,
