@@ -82,10 +82,13 @@ which. A run directory has two files:
 - `resolved.toml` holds every setting of the run. Settings that do not apply are left out.
 
 Overrides of a resumed run apply to `config.toml`, so defaults follow them: `--algorithm.preset gspo` replaces the
-previous preset, `--tasks.name arithmetic` also brings the environment and the reward of `arithmetic`. An override of a
-choice, in any file, drops the settings of the previous choice:
+previous preset, `--tasks.name arithmetic` also brings the environment and the reward of `arithmetic`.
 
-- Another `policy_loss.name` or `advantage.name` drops the settings of the previous function.
+An override on top of any file drops the settings of the file that it leaves unread, and a line on the console names
+them: `--kl.coefficient 0` drops `kl.place`, `--lora.rank 0` drops `lora.alpha`. A setting that is given in the same
+command line and that nothing reads is rejected. In addition:
+
+- Another `policy_loss.name` or `advantage.name`, also by a preset, drops the settings of the previous function.
 - Another `engine.kind` drops what it does not use, and what belongs to the previous servers: `engine.urls`,
   `engine.count`, `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the
   embedded engine also drops `weights.dir`, unless `weights.delta` is set.

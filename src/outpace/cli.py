@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import outpace
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, OutpaceError
@@ -243,7 +243,10 @@ def _no_settings(settings: list[str]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints a usage error as one line, like every other error."""
+    """Prints a usage error as one line, like every other error. Options cannot be abbreviated."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> None:  # type: ignore[override]
         print(f"outpace: {_usage_error(message, self.prog)}", file=sys.stderr)
@@ -336,11 +339,7 @@ class _DescribeSimulation(_DescribeSettings):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="outpace",
-        description="Asynchronous reinforcement learning for language models and agents.",
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="outpace", description="Asynchronous reinforcement learning for language models and agents.")
     parser.add_argument("--version", action="version", version=f"outpace {outpace.__version__}")
 
     def overview(*_: object) -> int:
@@ -358,7 +357,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add `train`, `eval` and `play`."""
-    this = commands.add_parser("train", help="train a model", add_help=False, allow_abbrev=False)
+    this = commands.add_parser("train", help="train a model", add_help=False)
     this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: the built-in task)")
     this.add_argument("--resume", type=Path, metavar="RUN", help="resume a run from its newest complete checkpoint")
     this.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
@@ -366,15 +365,11 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this.add_argument("-h", "--help", action=_DescribeSettings)
     this.set_defaults(verb=train)
 
-    this = commands.add_parser(
-        "eval", help="evaluate a model or a run on held-out tasks", epilog=_SETTINGS_EPILOG, allow_abbrev=False
-    )
+    this = commands.add_parser("eval", help="evaluate a model or a run on held-out tasks", epilog=_SETTINGS_EPILOG)
     this.add_argument("run", nargs="?", type=Path, help="run directory (default: evaluate --model.path)")
     this.set_defaults(verb=evaluate)
 
-    this = commands.add_parser(
-        "play", help="answer tasks yourself, in place of the model", epilog=_SETTINGS_EPILOG, allow_abbrev=False
-    )
+    this = commands.add_parser("play", help="answer tasks yourself, in place of the model", epilog=_SETTINGS_EPILOG)
     this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: the built-in task)")
     this.add_argument("--task", metavar="INDEX|ID", help="first task (default: random, seeded by run.seed)")
     this.add_argument("--raw", action="store_true", help="show the prompt as the text the model receives")
@@ -383,7 +378,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add the commands for a run directory: `show`, `export`, `ledger` and `migrate`."""
-    this = commands.add_parser("show", help="print a run's rollouts: prompts, completions, rewards", allow_abbrev=False)
+    this = commands.add_parser("show", help="print a run's rollouts: prompts, completions, rewards")
     this.add_argument("run", type=Path, help="run directory; the run may still be active")
     this.add_argument("--step", type=int, metavar="N", help="only this step (default: the newest)")
     this.add_argument("--task", metavar="INDEX|ID", help="only this task, in all steps")
@@ -395,7 +390,7 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     this.set_defaults(verb=show)
 
-    this = commands.add_parser("export", help="write a run's model as a Hugging Face directory", allow_abbrev=False)
+    this = commands.add_parser("export", help="write a run's model as a Hugging Face directory")
     this.add_argument("run", type=Path, help="run directory or one of its checkpoints")
     this.add_argument("directory", type=Path, help="output directory; must not exist")
     this.add_argument(
@@ -404,34 +399,29 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this.add_argument("--adapter", action="store_true", help="export only the LoRA adapter (PEFT), not the whole model")
     this.set_defaults(verb=export)
 
-    this = commands.add_parser("ledger", help="print the outcome counts of a run's tasks as JSON", allow_abbrev=False)
+    this = commands.add_parser("ledger", help="print the outcome counts of a run's tasks as JSON")
     this.add_argument("run", type=Path, help="run directory")
     this.set_defaults(verb=ledger)
 
-    this = commands.add_parser("migrate", help="convert a run directory of outpace 0.1", allow_abbrev=False)
+    this = commands.add_parser("migrate", help="convert a run directory of outpace 0.1")
     this.add_argument("run", type=Path, help="run directory; no run may be active in it")
     this.set_defaults(verb=migrate)
 
 
 def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add `serve`, `check-logprobs` and `fleet`."""
-    this = commands.add_parser(
-        "serve", help="start inference servers for later runs", epilog=_SETTINGS_EPILOG, allow_abbrev=False
-    )
+    this = commands.add_parser("serve", help="start inference servers for later runs", epilog=_SETTINGS_EPILOG)
     this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file (default: the built-in model)")
     this.add_argument("--dry-run", action="store_true", help="print the server commands and exit")
     this.set_defaults(verb=serve)
 
     this = commands.add_parser(
-        "check-logprobs",
-        help="compare sampler and learner logprobs on the same tokens",
-        epilog=_SETTINGS_EPILOG,
-        allow_abbrev=False,
+        "check-logprobs", help="compare sampler and learner logprobs on the same tokens", epilog=_SETTINGS_EPILOG
     )
     this.add_argument("run", nargs="?", type=Path, help="run directory (default: check --model.path)")
     this.set_defaults(verb=check_logprobs)
 
-    this = commands.add_parser("fleet", help="list, add or remove engines of an active run", allow_abbrev=False)
+    this = commands.add_parser("fleet", help="list, add or remove engines of an active run")
     this.add_argument("run", type=Path, help="run directory")
     this.add_argument(
         "--add", metavar="URL", action="append", default=[], help="add a running server; empty: the run launches one"
@@ -442,20 +432,18 @@ def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _add_tool_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add `simulate`, `doctor` and `bench`."""
-    this = commands.add_parser(
-        "simulate", help="simulate a cluster on a virtual clock", add_help=False, allow_abbrev=False
-    )
+    this = commands.add_parser("simulate", help="simulate a cluster on a virtual clock", add_help=False)
     this.add_argument("-h", "--help", action=_DescribeSimulation)
     this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: an example cluster)")
     this.add_argument("--json", action="store_true", help="print JSON")
     this.add_argument("--quiet", action="store_true", help="print only the result")
     this.set_defaults(verb=simulate)
 
-    this = commands.add_parser("doctor", help="check this machine", epilog=_SETTINGS_EPILOG, allow_abbrev=False)
+    this = commands.add_parser("doctor", help="check this machine", epilog=_SETTINGS_EPILOG)
     this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file (default: the default settings)")
     this.set_defaults(verb=doctor)
 
-    this = commands.add_parser("bench", help="run a benchmark", allow_abbrev=False)
+    this = commands.add_parser("bench", help="run a benchmark")
     this.add_argument("what", choices=tuple(_BENCHMARKS))
     this.add_argument("words", nargs=argparse.REMAINDER, help="options of the benchmark and settings of its runs")
     this.set_defaults(verb=bench)

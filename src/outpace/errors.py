@@ -1,18 +1,6 @@
 """Exceptions and exit codes, and helpers for one-line messages.
 
-- `BadInput`: the user's config, file, model or function cannot work. One line, exit code 2, no files left behind.
-- `ComponentFailed`: an engine, the learner or a worker raised or died. Carries its traceback. Exit code 4.
-- `ComponentLost`: the component or the connection to it is gone. The call may be retried on its successor.
-- `Stalled`: no progress within the configured time. Exit code 5.
-- `Interrupted`: a signal stopped the run after a checkpoint was written. Exit code 3.
-- `RequestFailed`: one engine request failed. The episode that made it fails; the others in its group do not.
-- `ContextFull`: a request failed because the conversation exceeds the model's context.
-- `UpdateFailed`: new weights did not reach an engine, which keeps serving its current version. `UpdateTorn`: the update
-  failed halfway, and the engine serves nothing until the next update succeeds.
-- `ServerFailed`: an inference server failed. By cause: `ServerGone` (no connection), `ServerSilent` (timeout),
-  `ServerFaulty` (server error or unreadable reply), `ServerRefused` (invalid request).
-- `RewardFailed`: a reward function raised or returned an invalid value. Names the function and the sample.
-- `NotSaved`: a checkpoint could not be written. `CorruptData`: a checksum does not match.
+Exit codes: 2 bad input, 3 stopped by a signal with a checkpoint, 4 a component failed, 5 stalled.
 """
 
 from __future__ import annotations
@@ -30,7 +18,7 @@ class OutpaceError(Exception):
 
 
 class BadInput(OutpaceError):
-    """The user's input cannot work. The message is one line that says what to change."""
+    """The user's config, file, model or function cannot work. The message is one line that says what to change."""
 
     exit_code = 2
 
@@ -72,7 +60,7 @@ class Stalled(OutpaceError):
 
 
 class RequestFailed(OutpaceError):
-    """One generation request could not be served."""
+    """One engine request failed. The episode that made it fails; the others in its group do not."""
 
 
 class ContextFull(RequestFailed):

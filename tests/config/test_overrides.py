@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from outpace.config.load import dump_settings, load_config
 from outpace.errors import BadInput
-from support import resolved
+from support import names, resolved
 
 LAUNCHED: dict[str, Any] = {
     "engine.kind": "vllm", "engine.count": 2, "engine.seeded": True, "launch.python": "/opt/vllm/bin/python",
@@ -71,3 +72,59 @@ def test_servers_of_another_kind_keep_the_settings_that_both_kinds_have(tmp_path
     file = write_run_config(tmp_path, {**LAUNCHED, "engine.retries": 5})
     config = load_config(file, ["--engine.kind", "sglang"])
     assert (config.engine.retries, config.engine.seeded, config.launch.args) == (5, False, [])
+
+
+PPO = {"policy_loss.name": "ppo"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "closed", "override"),
+    [
+        (PPO, {"correction.cap": 3.0, "correction.floor": 0.1}, "--correction.weight=none"),
+        ({"correction.masks": ["token"]}, {"correction.token_low": 0.2}, "--correction.masks=none"),
+        ({"lora.rank": 4}, {"lora.alpha": 3.0, "lora.targets": ["q_proj"]}, "--lora.rank=0"),
+        ({"kl.coefficient": 0.1}, {"kl.place": "reward"}, "--kl.coefficient=0"),
+        (PPO, {"policy_loss.clip_low": 0.1}, "--policy_loss.name=reinforce"),
+        ({"advantage.name": "gae"}, {"advantage.gamma": 0.9, "advantage.gae_lambda": 0.5}, "--advantage.name=rloo"),
+        ({"algorithm.preset": "ppo"}, {"advantage.gae_lambda": 0.5, "critic.clip": 0.5}, "--algorithm.preset=grpo"),
+        ({"algorithm.preset": "grpo"}, {"policy_loss.clip_low": 0.1}, "--algorithm.preset=vespo"),
+        ({"algorithm.preset": "decoupled_ppo"}, {"correction.cap": 3.0}, "--algorithm.preset=default"),
+        ({"replay.fraction": 0.5}, {"replay.times": 2}, "--replay.fraction=0"),
+        ({}, {"governor.patience": 2}, "--run.deterministic=true"),
+        ({"difficulty.easy_above": 0.9}, {"difficulty.rest_epochs": 2}, "--difficulty.easy_above=none"),
+        ({"weights.delta": True}, {"weights.dir": "/shared"}, "--weights.delta=false"),
+        (RUNNING, {"engine.retries": 3}, "--engine.kind=embedded"),
+    ],
+)
+def test_an_override_drops_the_settings_that_it_leaves_unread_and_names_them(
+    tmp_path: Path,
+    chosen: dict[str, Any],
+    closed: dict[str, Any],
+    override: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = write_run_config(tmp_path, {**chosen, **closed})
+    config = load_config(file, [override])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert names(line, " ".join(closed))
+    assert config == load_config(write_run_config(tmp_path, chosen), [override])
+    file = write_run_config(tmp_path, {**chosen, **closed})
+    for key, value in closed.items():
+        with pytest.raises(BadInput, match=f"^{re.escape(key)}: "):
+            load_config(file, [override, f"--{key}={_as_argument(value)}"])
+
+
+def _as_argument(value: Any) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value)
+
+
+def test_an_override_does_not_hide_a_setting_that_nothing_read_before(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("[kl]\nplace = 'reward'\n\n[lora]\nrank = 4\nalpha = 3.0\n")
+    with pytest.raises(BadInput, match=r"^kl\.place: "):
+        load_config(file, ["--lora.rank", "0"])
+
+
+def test_an_override_that_closes_nothing_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_config(write_run_config(tmp_path, LAUNCHED), ["--run.steps=7"])
+    assert capsys.readouterr().err == ""

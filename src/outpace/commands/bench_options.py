@@ -20,35 +20,25 @@ class BenchParser(argparse.ArgumentParser):
 
 def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dict[str, int], list[str]]:
     """Split `--name N` and `--name=N` options from settings of the benchmark's runs. Missing options get defaults."""
-    if "--help" in words or "-h" in words:
-        print("options: " + ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in defaults.items()))
-        print("also takes settings for its runs, as --section.key value")
-        raise SystemExit(0)
-    options = dict(defaults)
-    others: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if word.startswith("--") and name not in options and "." not in name:
-            raise BadInput(_no_such_option(word.partition("=")[0], defaults))
-        if not word.startswith("--") or name not in options:
-            others.append(word)
-            continue
-        if not equals:
-            value = rest.pop(0) if rest else ""
-        if not value.isdecimal() or int(value) < 1:
-            raise BadInput(f"--{name}: must be a positive integer, not {value!r}")
-        options[name] = int(value)
-    return options, others
+    parser = BenchParser(epilog="Also takes settings for its runs, as --section.key value.", allow_abbrev=False)
+    names = {key: f"--{key.replace('_', '-')}" for key in defaults}
+    for key, name in names.items():
+        spellings = dict.fromkeys((name, f"--{key}"))
+        parser.add_argument(*spellings, type=_positive, default=defaults[key], metavar=str(defaults[key]))
+    options, others = parser.parse_known_args(words)
+    for word in others:
+        option = word.partition("=")[0]
+        if option.startswith("--") and "." not in option:
+            close = closest_names(option, names.values())
+            hint = f"did you mean {close[0]}?" if close else f"the options are {', '.join(names.values())}"
+            raise BadInput(f"{option}: no such option; {hint} (write settings as --section.key value)")
+    return vars(options), others
 
 
-def _no_such_option(word: str, defaults: Mapping[str, int]) -> str:
-    names = [f"--{name.replace('_', '-')}" for name in defaults]
-    similar = closest_names(word, names)
-    hint = f"did you mean {similar[0]}?" if similar else f"the options are {', '.join(names)}"
-    return f"{word}: no such option; {hint} (write settings as --section.key value)"
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
+    return int(text)
 
 
 def run_benchmark(main: Callable[[Sequence[str]], int]) -> NoReturn:

@@ -111,7 +111,8 @@ def _is_default_of_closed_key(key: str, values: Mapping[str, Any]) -> bool:
     section_type = Config.model_fields[name].annotation
     assert section_type is not None
     section = section_type.model_construct(**keys)
-    return any(isinstance(mark, OpenedBy) and not mark.is_open(section) for mark in info.metadata)
+    of_servers = name == "launch" or key == "weights.transport"
+    return of_servers or any(isinstance(mark, OpenedBy) and not mark.is_open(section) for mark in info.metadata)
 
 
 def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any]:

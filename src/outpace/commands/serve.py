@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
-from outpace.config.load import flatten, make_config, parse_arguments, read_config_file
+from outpace.config.load import combine, flatten, make_config, parse_arguments, read_config_file
 from outpace.engines.server.commands import needs_plugin, server_kind
 from outpace.engines.server.launch import LaunchedServer, LaunchPlan, describe_exit, launch_server
 from outpace.engines.server.server_process import free_port, keep_log_copy
@@ -36,10 +36,11 @@ def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
     """Load the config. The config of a run works too: its `engine.urls` is ignored, since servers are started here."""
     values: dict[str, Any] = {"engine.kind": "vllm"}
     values |= flatten(read_config_file(file)) if file is not None else {}
-    values |= parse_arguments(settings)
-    if urls := values.pop("engine.urls", None):
-        _report(f"engine.urls: ignoring {', '.join(urls)}; serve starts its own servers")
-    config = make_config(values)
+    overrides = parse_arguments(settings)
+    ignored = [*(values.pop("engine.urls", None) or ()), *(overrides.pop("engine.urls", None) or ())]
+    if ignored:
+        _report(f"engine.urls: ignoring {', '.join(ignored)}; serve starts its own servers")
+    config = make_config(combine(values, overrides))
     if config.engine.kind == "embedded":
         raise BadInput("engine.kind: the embedded engine runs inside a run and cannot be served; set vllm or sglang")
     return config

@@ -272,11 +272,9 @@ def open_settings(name: str, section: ChoiceSection, chosen: str, functions: tup
     """Validate the settings of the chosen functions in a section, and return them with their defaults.
 
     `chosen` describes the choice in errors. What is None is left out, because TOML cannot hold it."""
-    model, extra = settings_model(*functions), section.model_extra or {}
-    given = {key: value for key, value in extra.items() if key in section.model_fields_set or key in model.model_fields}
+    model = settings_model(*functions)
+    given = {key: value for key, value in (section.model_extra or {}).items() if key in model.model_fields}
     for key in given:
-        if key not in model.model_fields:
-            raise BadInput(f"{name}.{one_line(key)}: {_why_refused(name, key, section, chosen, model)}")
         if given[key] is None and (default := model.model_fields[key].default) is not None:
             raise BadInput(f"{name}.{key}: cannot be none for {chosen}; leave it out for the default, {default}")
     try:
@@ -286,15 +284,22 @@ def open_settings(name: str, section: ChoiceSection, chosen: str, functions: tup
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _why_refused(name: str, key: str, section: ChoiceSection, chosen: str, model: type[Section]) -> str:
-    known = function_parameters(name)
-    takes = f"{chosen} takes {', '.join(model.model_fields) or 'no settings of its own'}"
-    if key in known:
-        return f"this is a setting of {', '.join(known[key])}; {takes}"
-    if remedy := equivalent_setting(f"{name}.{key}"):
-        return f"no such setting; {remedy}"
-    close = closest_names(key, {*type(section).model_fields, *known, *model.model_fields})
-    return f"no such setting; did you mean {name}.{close[0]}?" if close else f"no such setting; {takes}"
+def unread_settings(
+    name: str, section: ChoiceSection, chosen: str, functions: tuple[Function, ...]
+) -> Iterator[tuple[str, str]]:
+    """Yield the settings in a section that none of the chosen functions takes, each with the reason."""
+    fields, known = settings_model(*functions).model_fields, function_parameters(name)
+    takes = f"{chosen} takes {', '.join(fields) or 'no settings of its own'}"
+    for key in section.model_extra or {}:
+        if key in fields:
+            continue
+        if key in known:
+            yield key, f"this is a setting of {', '.join(known[key])}; {takes}"
+        elif remedy := equivalent_setting(f"{name}.{key}"):
+            yield key, f"no such setting; {remedy}"
+        else:
+            close = closest_names(key, {*type(section).model_fields, *known, *fields})
+            yield key, f"no such setting; did you mean {name}.{close[0]}?" if close else f"no such setting; {takes}"
 
 
 @cache

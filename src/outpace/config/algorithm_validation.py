@@ -82,13 +82,6 @@ def _check_bounds_order(config: Config) -> Iterator[str]:
             yield f"correction.{low}: {values[low]} is not below correction.{high}, which is {values[high]}; lower it"
 
 
-def _check_duplicate_masks(config: Config) -> Iterator[str]:
-    masks = config.correction.masks or []
-    for name in masks:
-        if masks.count(name) > 1:
-            yield f"correction.masks: {name} is listed twice; remove one"
-
-
 def _check_credit(config: Config) -> Iterator[str]:
     credit, gamma = config.advantage.credit, config.advantage.gamma
     registration = configured_advantage(config.advantage).registration
@@ -187,7 +180,6 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     _check_double_counting,
     _check_unbounded_weights,
     _check_bounds_order,
-    _check_duplicate_masks,
     _check_credit,
     _check_kl_in_reward,
     _check_group_size,

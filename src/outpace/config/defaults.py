@@ -25,11 +25,12 @@ from outpace.config.algorithm import (
     configured_policy_loss,
     full_batch_reasons,
     open_settings,
+    unread_settings,
 )
 from outpace.config.base import OpenedBy, Section, closed_keys
 from outpace.config.engines import DEFAULT_SLOTS
 from outpace.config.presets import find_preset
-from outpace.errors import BadInput
+from outpace.errors import BadInput, one_line
 
 Values = Mapping[str, Any]
 """Settings by dotted key."""
@@ -136,16 +137,20 @@ def by_section(values: Values) -> dict[str, dict[str, Any]]:
 
 def fill_defaults(config: Config) -> Config:
     """Return the config with its preset, the settings of its functions and every dependent default filled in."""
+    filled = fill_unchecked(config)
+    for key, why in unread_keys(filled):
+        raise BadInput(f"{one_line(key)}: {why}")
+    return filled
+
+
+def fill_unchecked(config: Config) -> Config:
+    """Fill in the defaults without rejecting keys that nothing reads."""
     preset = _preset(config)
     config = _fill(config, {key: value for key, value in preset.items() if _is_field(config, key)})
     config = _open_loss_and_advantage(config, preset)
     config = _open_correction(config, preset)
     config = _fill(config, _dependent_defaults(config))
-    config = _fill(config, {"learner.stream": not any(full_batch_reasons(config))})
-    for key, why in unused_keys(config):
-        if is_set(config, key):
-            raise BadInput(f"{key}: {why}, or leave this out")
-    return config
+    return _fill(config, {"learner.stream": not any(full_batch_reasons(config))})
 
 
 def _fill(config: Config, defaults: Values) -> Config:
@@ -182,11 +187,7 @@ def _open_loss_and_advantage(config: Config, preset: Values) -> Config:
             "advantage.credit": estimator.credits[0],
         },
     )
-    normalizer = configured_normalizer(config.advantage).registration
-    chosen = f"the policy loss {loss.name}"
-    config = _open(config, "policy_loss", chosen, (loss.function,), preset)
-    chosen = f"the estimator {estimator.name} with the normalizer {normalizer.name}"
-    config = _open(config, "advantage", chosen, (normalizer.function, estimator.function), preset)
+    config = _open(_open(config, "policy_loss", preset), "advantage", preset)
     discounts = estimator.critic or config.advantage.credit != "episode"
     return _fill_unset(config, {"advantage.gamma": 1.0}) if discounts else config
 
@@ -195,25 +196,40 @@ def _open_correction(config: Config, preset: Values) -> Config:
     loss = configured_policy_loss(config.policy_loss).registration
     weight = "none" if config.policy_loss.old_policy == "rollout" else "token"
     config = _fill_unset(config, {"correction.weight": weight, "correction.masks": list(loss.masks)})
-    correction = config.correction
-    functions = [MASKS[name].function for name in correction.masks or []]
-    functions += [correction_weights] if correction.weight != "none" else []
-    chosen = f"the weight {correction.weight} with the masks {', '.join(correction.masks or []) or 'none'}"
-    return _open(config, "correction", chosen, tuple(functions), preset)
+    return _open(config, "correction", preset)
 
 
-def _open(config: Config, name: str, chosen: str, functions: tuple[Any, ...], preset: Values) -> Config:
-    """Return the config with the settings of the chosen functions in this section."""
-    section = getattr(config, name)
+def _open(config: Config, name: str, preset: Values) -> Config:
+    """Return the config with the settings of the chosen functions in this section. What the user set for other
+    functions stays, for `unread_keys` to report."""
+    section, (chosen, functions) = getattr(config, name), _chosen_functions(config, name)
     settings = open_settings(name, section, chosen, functions)
     settings |= {
         key: preset[f"{name}.{key}"]
         for key in settings
         if f"{name}.{key}" in preset and key not in section.model_fields_set
     }
-    static = {key: getattr(section, key) for key in type(section).model_fields}
-    opened = type(section).model_construct(section.model_fields_set, **static, **settings)
+    kept = {key: getattr(section, key) for key in type(section).model_fields}
+    for key, _ in unread_settings(name, section, chosen, functions):
+        if key in section.model_fields_set:
+            kept[key] = section.model_extra[key]
+    opened = type(section).model_construct(section.model_fields_set, **kept, **settings)
     return config.model_copy(update={name: opened})
+
+
+def _chosen_functions(config: Config, name: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the functions that a section chooses, and a description of the choice for errors."""
+    if name == "policy_loss":
+        loss = configured_policy_loss(config.policy_loss).registration
+        return f"the policy loss {loss.name}", (loss.function,)
+    if name == "advantage":
+        estimator = configured_advantage(config.advantage).registration
+        normalizer = configured_normalizer(config.advantage).registration
+        chosen = f"the estimator {estimator.name} with the normalizer {normalizer.name}"
+        return chosen, (normalizer.function, estimator.function)
+    weight, masks = config.correction.weight, config.correction.masks or []
+    functions = [MASKS[mask].function for mask in masks] + [correction_weights] * (weight != "none")
+    return f"the weight {weight} with the masks {', '.join(masks) or 'none'}", tuple(functions)
 
 
 def _fill_unset(config: Config, defaults: Values) -> Config:
@@ -238,11 +254,22 @@ def _dependent_defaults(config: Config) -> Values:
 # ------------------------------------------------------------------------------------------------------- unused keys
 
 
+def unread_keys(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a filled config that the user set and nothing reads, each with the reason."""
+    for name in ("policy_loss", "advantage", "correction"):
+        for key, why in unread_settings(name, getattr(config, name), *_chosen_functions(config, name)):
+            yield f"{name}.{key}", why
+    for key, why in unused_keys(config):
+        if is_set(config, key):
+            yield key, f"{why}, or leave this out"
+
+
 def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a filled config that nothing reads, each with the reason."""
+    """Yield the keys of a filled config, other than settings of functions, that nothing reads, each with the reason."""
     for name, section in config:
         for key, mark in closed_keys(section).items():
             yield f"{name}.{key}", _why_closed(name, section, mark)
+    yield from _unused_of_engines(config)
     estimator = configured_advantage(config.advantage).registration
     if not estimator.critic:
         why = f'advantage.name is {estimator.name}, which has no critic; use "gae"'
@@ -250,6 +277,19 @@ def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
         if config.advantage.credit == "episode":
             why = 'whole episodes have no later rewards to discount; use advantage.credit = "turn" or "token"'
             yield "advantage.gamma", why
+
+
+def _unused_of_engines(config: Config) -> Iterator[tuple[str, str]]:
+    is_embedded = config.engine.kind == "embedded"
+    reason = "engine.urls lists running ones"
+    if is_embedded:
+        reason = 'engine.kind is "embedded"; set it to vllm or sglang'
+        yield "weights.transport", f"the embedded engine always reads weights from memory, and {reason}"
+        if not config.weights.delta:
+            yield "weights.dir", "the embedded engine reads only delta files; set weights.delta"
+    if is_embedded or config.engine.urls:
+        for key in type(config.launch).model_fields:
+            yield f"launch.{key}", f"no server is started, because {reason}"
 
 
 def _why_closed(name: str, section: Section, mark: OpenedBy) -> str:

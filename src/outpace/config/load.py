@@ -7,8 +7,8 @@ Internally, settings are one flat mapping from dotted keys (`pacing.max_lag`) to
 Invariants
 - An unknown key is an error with a suggestion, never ignored.
 - A config knows what the user set (`user_settings`). A run directory keeps that beside the resolved values, and an
-  override of a resumed run applies to it. An override of a choice drops the settings of the file's choice
-  (`keys_replaced_by`).
+  override of a resumed run applies to it. Settings of the file that an override leaves unread are dropped
+  (`combine`).
 - Every error is a one-line `BadInput` that starts with the dotted key, or with the file if no single key is at fault.
 - Text given for a non-text setting is parsed as on the command line, wherever it comes from: YAML reads `1e-5` as text.
   No other conversion takes place.
@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +29,8 @@ from pydantic.fields import FieldInfo
 
 from outpace.config import Config
 from outpace.config.algorithm import ChoiceSection, function_parameters
-from outpace.config.base import OpenedBy, Section, first_error, json_or_text, parse_text, shown, takes_text, type_name
-from outpace.config.defaults import by_section, fill_defaults, unused_keys
+from outpace.config.base import Section, first_error, json_or_text, parse_text, shown, takes_text, type_name
+from outpace.config.defaults import by_section, fill_defaults, fill_unchecked, unread_keys, unused_keys
 from outpace.config.engines import LaunchConfig
 from outpace.config.other_libraries import equivalent_setting, names_with_equivalent, renamed_setting
 from outpace.config.presets import PRESETS
@@ -124,8 +125,7 @@ def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str
     """Return the checked config of a file and overrides: command-line arguments, or a nested or dotted dict."""
     from_file = flatten(read_config_file(file)) if file is not None else {}
     overriding = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
-    replaced = keys_replaced_by(from_file, overriding)
-    return make_config({key: value for key, value in from_file.items() if key not in replaced} | overriding)
+    return make_config(combine(from_file, overriding))
 
 
 def make_config(values: Mapping[str, Any]) -> Config:
@@ -143,37 +143,57 @@ def _validated(flat: FlatSettings) -> Config:
         raise BadInput(first_error(error)) from None
 
 
-def keys_replaced_by(file: FlatSettings, overrides: FlatSettings) -> set[str]:
-    """Return the file's settings that an override replaces: those of a choice that it changes.
+def combine(file: FlatSettings, overrides: FlatSettings) -> FlatSettings:
+    """Return the settings of a file with overrides.
 
-    Another policy loss, estimator or engine kind drops the settings that only the file's choice has, running servers
-    replace servers to launch, and vice versa. Settings given in the overrides are never dropped."""
+    Settings of the file that something read and nothing reads anymore, because an override turns a feature off or makes
+    another choice, are dropped. A line on standard error names them. Settings in the overrides are never dropped."""
+    dropped = _replaced(file, overrides)
+    dropped |= _closed({key: value for key, value in file.items() if key not in dropped}, overrides)
+    if names := [key for key in file if key in dropped and key not in overrides]:
+        print(f"outpace: dropped, because the overrides replace what reads them: {', '.join(names)}", file=sys.stderr)
+    return {key: value for key, value in file.items() if key not in dropped} | overrides
+
+
+def _replaced(file: FlatSettings, overrides: FlatSettings) -> set[str]:
+    """Return the keys that belong to a choice of the file which the overrides change.
+
+    Another policy loss, estimator or engine kind may have keys of the same names, with another meaning. Running servers
+    replace servers to launch, and vice versa."""
+    merged = {**file, **overrides}
     replaced = {
         key
         for section in ("policy_loss", "advantage")
         for key in file
-        if key.startswith(f"{section}.") and key not in FIELDS and _changes(f"{section}.name", file, overrides)
+        if key.startswith(f"{section}.") and key not in FIELDS and _differs(f"{section}.name", file, merged)
     }
-    if _changes("engine.kind", file, overrides):
-        kind = overrides["engine.kind"]
-        unread = {key for key, info in FIELDS.items() if _is_of_another_kind(info, kind)}
-        uses_dir = kind != "embedded" or {**file, **overrides}.get("weights.delta")
-        return replaced | unread | SERVER_KEYS | (set() if uses_dir else {"weights.dir"})
-    if overrides.get("engine.urls"):
-        return replaced | {"engine.count", *LAUNCH_KEYS}
-    if any(overrides.get(key) is not None for key in LAUNCH_KEYS):
-        return replaced | {"engine.urls"}
+    if _differs("engine.kind", file, merged):
+        replaced |= SERVER_KEYS
+    elif overrides.get("engine.urls"):
+        replaced.add("engine.count")
+    elif any(overrides.get(key) is not None for key in LAUNCH_KEYS):
+        replaced.add("engine.urls")
     return replaced
 
 
-def _changes(key: str, file: FlatSettings, overrides: FlatSettings) -> bool:
-    preset = PRESETS.get(file.get("algorithm.preset", ""))
-    before = file.get(key, preset.values.get(key) if preset else None) or FIELDS[key].default
-    return bool(overrides.get(key, before) != before)
+def _differs(key: str, file: FlatSettings, merged: FlatSettings) -> bool:
+    return bool(_choice(key, file) != _choice(key, merged))
 
 
-def _is_of_another_kind(info: FieldInfo, kind: str) -> bool:
-    return any(isinstance(mark, OpenedBy) and mark.values and kind not in mark.values for mark in info.metadata)
+def _choice(key: str, settings: FlatSettings) -> Any:
+    preset = PRESETS.get(settings.get("algorithm.preset") or "")
+    return settings.get(key) or (preset and preset.values.get(key)) or FIELDS[key].default
+
+
+def _closed(file: FlatSettings, overrides: FlatSettings) -> set[str]:
+    """Return the keys that are read with the settings of the file, and unread with the overrides."""
+    if not file or not overrides:
+        return set()
+    try:
+        before, after = (fill_unchecked(_validated(settings)) for settings in (file, {**file, **overrides}))
+    except BadInput:  # `make_config` reports it, unless an override corrects the file
+        return set()
+    return {key for key, _ in unread_keys(after)} - {key for key, _ in unread_keys(before)}
 
 
 LAUNCH_KEYS = {f"launch.{key}" for key in LaunchConfig.model_fields}

@@ -10,6 +10,7 @@ Conditions that depend on the machine (is there a GPU, does the server have the 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any
 
 from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
-from outpace.config.base import Section
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import ServerAddress, is_server_url, server_address
 from outpace.errors import BadInput, one_line, plural, with_article
@@ -42,29 +42,13 @@ def _check_urls(config: Config) -> Iterator[str]:
             yield f"engine.urls: {urls[first]} and {url} are the same server; list each server once"
 
 
-def _check_embedded(config: Config) -> Iterator[str]:
-    if config.engine.kind != "embedded":
-        return
-    remedy = 'engine.kind is "embedded"; set it to vllm or sglang, or leave this out'
-    yield from (f"{key}: no server is started, because {remedy}" for key in _changed("launch", config.launch))
-    if config.weights.transport != "auto":
-        yield f"weights.transport: the embedded engine always reads weights from memory, and {remedy}"
-    if config.weights.dir is not None and not config.weights.delta:
-        yield "weights.dir: the embedded engine reads only delta files; set weights.delta, or leave this out"
-
-
 def _check_server_source(config: Config) -> Iterator[str]:
-    engine = config.engine
-    if engine.kind == "embedded":
-        return
+    engine, first_port = config.engine, config.launch.port
     if engine.urls and engine.count != len(engine.urls):
         servers = plural(len(engine.urls), "server")
         yield f"engine.count: is {engine.count}, but engine.urls lists {servers}; leave this out"
-    if engine.urls:
-        for key in _changed("launch", config.launch):
-            yield f"{key}: engine.urls lists running servers, so none is started; remove one of the two"
-    elif config.launch.port and config.launch.port + (engine.count or 1) - 1 > LAST_PORT:
-        yield f"launch.port: {engine.count} servers starting at {config.launch.port} exceed port {LAST_PORT}; lower it"
+    elif first_port and first_port + (engine.count or 1) - 1 > LAST_PORT:
+        yield f"launch.port: {engine.count} servers starting at {first_port} exceed port {LAST_PORT}; lower it"
 
 
 def _check_server_mode(config: Config) -> Iterator[str]:
@@ -99,20 +83,10 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield "lora.targets: is empty, so no module would be trained; name some, or leave this out"
     if config.engine.kind == "vllm" and lora.rank > VLLM_LORA_RANKS[-1]:
         yield f"lora.rank: vLLM supports at most rank {VLLM_LORA_RANKS[-1]}, not {lora.rank}; lower it"
-    for target in lora.targets:
-        if lora.targets.count(target) > 1:
-            yield f"lora.targets: {target} is listed twice; remove one"
-
-
-def _changed(name: str, section: Section) -> Iterator[str]:
-    """Return the keys that differ from their defaults. A config saved by a run sets every key, so compare values."""
-    defaults: Any = type(section)()
-    return (f"{name}.{key}" for key, value in section if value != getattr(defaults, key))
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
     _check_urls,
-    _check_embedded,
     _check_server_source,
     _check_server_mode,
     _check_transport,
@@ -270,13 +244,20 @@ def _has_lone_surrogate(text: str) -> bool:
 
 def _check_rewards(config: Config) -> Iterator[str]:
     functions, weights = config.rewards.functions, config.rewards.weights
-    for name in functions:
-        if functions.count(name) > 1:
-            yield f"rewards.functions: {name} is listed twice; set rewards.weights instead"
     if weights is not None and functions and len(weights) != len(functions):
         yield f"rewards.weights: has length {len(weights)}; give one weight per function, {len(functions)} in all"
-    if config.rewards.memory_mb is not None and config.rewards.isolation == "thread":
-        yield 'rewards.memory_mb: threads have no memory limit; set rewards.isolation = "process", or leave this out'
+
+
+def _check_duplicates(config: Config) -> Iterator[str]:
+    remedies = {
+        "rewards.functions": "set rewards.weights instead",
+        "lora.targets": "remove one",
+        "correction.masks": "remove one",
+    }
+    for key, remedy in remedies.items():
+        for name, count in Counter(get_value(config, key)).items():
+            if count > 1:
+                yield f"{key}: {name} is listed twice; {remedy}"
 
 
 def _check_judge(config: Config) -> Iterator[str]:
@@ -301,9 +282,10 @@ def _check_rollout_source(config: Config) -> Iterator[str]:
             yield f"tools.{tools}: {first} does not use these tools; leave this out"
 
 
-def _check_environment_limits(config: Config) -> Iterator[str]:
-    if config.environment.memory_mb is not None and config.environment.isolation == "thread":
-        yield 'environment.memory_mb: threads have no memory limit; set environment.isolation = "process"'
+def _check_memory_limits(config: Config) -> Iterator[str]:
+    for name, section in (("rewards", config.rewards), ("environment", config.environment)):
+        if section.memory_mb is not None and section.isolation == "thread":
+            yield f'{name}.memory_mb: threads have no memory limit; set {name}.isolation = "process", or leave this out'
 
 
 def _check_sampling(config: Config) -> Iterator[str]:
@@ -339,9 +321,10 @@ RULES: tuple[Rule, ...] = (
     _check_task_source,
     _check_task_options,
     _check_rewards,
+    _check_duplicates,
     _check_judge,
     _check_rollout_source,
-    _check_environment_limits,
+    _check_memory_limits,
     _check_sampling,
     _check_publish_interval,
     _check_deterministic,
