@@ -29,7 +29,6 @@ from rich.table import Table
 
 from outpace.commands.bench_options import run_benchmark
 from outpace.errors import BadInput, ComponentFailed
-from outpace.monitoring.efficiency import ProcessTree
 from outpace.runtime.cleanup import temporary_directory
 
 Verdict = Literal["flat", "growing", "unclear"]
@@ -162,8 +161,29 @@ def print_table(result: dict[str, Any], console: Console | None = None) -> None:
 # ------------------------------------------------------------------------------------------------------------- sampling
 
 
+def sample_tree(root: psutil.Process, step: int) -> MemorySample:
+    """Measure a process and its descendants. Processes that end meanwhile are left out; raises `psutil.NoSuchProcess`
+    if the root is gone.
+
+    Memory is the proportional set size: a page shared by n processes counts 1/n in each, so the sum counts every page
+    once, shared weight buffers included. Where the system does not report it, the unique set size is used."""
+    pss = processes = threads = fds = 0
+    for process in (root, *root.children(recursive=True)):
+        try:
+            with process.oneshot():
+                memory = process.memory_full_info()
+                thread_count, fd_count = process.num_threads(), process.num_fds()
+        except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+            if process is root:
+                raise
+            continue
+        pss += getattr(memory, "pss", 0) or memory.uss
+        processes, threads, fds = processes + 1, threads + thread_count, fds + fd_count
+    return MemorySample(step, pss, processes, threads, fds)
+
+
 def _sample_memory(child: subprocess.Popen[bytes], metrics: Path) -> list[MemorySample]:
-    tree = ProcessTree(child.pid)
+    root = psutil.Process(child.pid)
     tail = StepTail(metrics)
     samples: list[MemorySample] = []
     next_step = SAMPLE_EVERY
@@ -172,10 +192,9 @@ def _sample_memory(child: subprocess.Popen[bytes], metrics: Path) -> list[Memory
         if step >= next_step:
             next_step = step - step % SAMPLE_EVERY + SAMPLE_EVERY
             try:
-                sample = tree.sample()
+                samples.append(sample_tree(root, step))
             except psutil.NoSuchProcess:
                 break  # it has just exited
-            samples.append(MemorySample(step, sample.pss, sample.processes, sample.threads, sample.fds))
         time.sleep(POLL_S)
     return samples
 

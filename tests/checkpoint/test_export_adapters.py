@@ -16,7 +16,6 @@ from outpace.checkpoint.export import export
 from outpace.errors import BadInput
 from outpace.learner import state
 from outpace.learner.core import LearnerCore
-from outpace.learner.torch_backend import published_tensors
 from support import resolved, write_resolved
 
 TOKENS = torch.arange(12)[None] % 32
@@ -63,7 +62,7 @@ def test_an_export_is_the_model_with_merged_adapters(
     run, core = make_run(4)
     out = export(run, tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(out)
-    expected = published_tensors(core)
+    expected = core.weights()
     assert {name: tensor.tolist() for name, tensor in model.state_dict().items()} == {
         name: tensor.tolist() for name, tensor in expected.items()
     }

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from outpace.algorithms.advantages import compute_gae
-from outpace.learner.advantage_pipeline import AdvantagePipeline, CollectedGroup
 from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, RETURNS
+from outpace.learner.batch_learner import AdvantagePipeline, CollectedGroup
 from outpace.types import Floats, GroupRecord, Row
 from support import resolved
 

@@ -19,6 +19,7 @@ from outpace.errors import BadInput, OutpaceError
 from outpace.learner import state
 from outpace.learner.batch_learner import BatchLearner
 from outpace.learner.core import LearnerCore
+from outpace.learner.reference import CopiedReference
 from outpace.types import ChunkReport, GroupRecord, Row
 from support import resolved
 
@@ -192,8 +193,8 @@ def test_a_kl_penalty_in_the_reward_lowers_the_advantages_of_divergent_attempts(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward"})
-    assert core.reference is not None
-    core.reference.sync(make_llama(seed=4).double())
+    assert isinstance(core.reference, CopiedReference)
+    core.reference.model.load_state_dict(make_llama(seed=4).double().state_dict())
     batch.add(records, replayed=False)
     (entry, *_), examples = batch.collected, batch.pipeline.examples(batch.collected)
     costs = [
@@ -255,8 +256,8 @@ def test_batch_std_is_computed_over_returns_after_kl_penalties(
     make_llama: MakeLlama, records: list[GroupRecord]
 ) -> None:
     core, batch = make(make_llama, {"kl.coefficient": 0.5, "kl.place": "reward", "advantage.normalizer": "batch_std"})
-    assert core.reference is not None
-    core.reference.sync(make_llama(seed=4).double())
+    assert isinstance(core.reference, CopiedReference)
+    core.reference.model.load_state_dict(make_llama(seed=4).double().state_dict())
     batch.add(records, replayed=False)
     entries = batch.collected
     returned = [

@@ -22,7 +22,7 @@ from outpace.learner.core import LearnerCore
 from outpace.learner.forward import PackedForward, PaddedForward
 from outpace.learner.learner import LearnerHost
 from outpace.learner.packing import pack
-from outpace.learner.torch_backend import TorchBackend, published_tensors
+from outpace.learner.torch_backend import TorchBackend
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outpace.types import LoraAdapter, Row
 from outpace.weights.shared_memory import read_snapshot
@@ -131,9 +131,9 @@ def test_merged_weights_equal_those_of_peft_and_leave_the_trained_weights_unchan
     expected = plain_peft(make_llama(tie_word_embeddings=tied), core).merge_and_unload().state_dict()
     before = bits_of(dict(core.model.state_dict()))
     for _ in range(2):  # the second merge reuses the memory
-        assert bits_of(published_tensors(core)) == bits_of(expected)
+        assert bits_of(core.weights()) == bits_of(expected)
     assert bits_of(dict(core.model.state_dict())) == before
-    found = published_tensors(core)
+    found = core.weights()
     assert (found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()) == tied
 
 
@@ -145,11 +145,11 @@ def test_layers_with_transposed_weights_are_merged_correctly(make_rows: MakeRows
 
     core = trained(core_of(make(), lora__targets=["c_attn", "c_fc"]), make_rows)
     expected = plain_peft(make(), core, ["c_attn", "c_fc"]).merge_and_unload().state_dict()
-    assert bits_of(published_tensors(core)) == bits_of(expected)
+    assert bits_of(core.weights()) == bits_of(expected)
 
 
 def test_the_first_version_equals_the_base_model(make_llama: MakeLlama) -> None:
-    assert bits_of(published_tensors(core_of(make_llama()))) == bits_of(make_llama().state_dict())
+    assert bits_of(core_of(make_llama()).weights()) == bits_of(make_llama().state_dict())
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
@@ -214,7 +214,7 @@ def test_a_saved_state_is_a_directory_that_peft_loads(
     state.save(core, tmp_path)
     loaded = peft.PeftModel.from_pretrained(make_llama().eval(), str(tmp_path))
     row = make_rows(1)[0]
-    own = published_tensors(core)
+    own = core.weights()
     merged = make_llama().eval()
     merged.load_state_dict(own)
     torch.testing.assert_close(logp_of(loaded, row), logp_of(merged, row))

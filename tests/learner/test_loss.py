@@ -17,6 +17,7 @@ from outpace.errors import BadInput
 from outpace.learner.core import LearnerCore
 from outpace.learner.loss import interpolation_weights
 from outpace.learner.packing import pack
+from outpace.learner.reference import CopiedReference
 from outpace.types import Row
 from support import resolved
 
@@ -135,9 +136,9 @@ def test_the_loss_includes_reference_kl_and_entropy(
         make_llama(initializer_range=0.2),
         {"kl.coefficient": 0.3, "algorithm.entropy_coefficient": 0.2, "policy_loss.cap": 2.0, "correction.masks": []},
     )
-    assert core.reference is not None
+    assert isinstance(core.reference, CopiedReference)
     other = make_llama(seed=5, initializer_range=0.2).double().eval()
-    core.reference.sync(other)
+    core.reference.model.load_state_dict(other.state_dict())
     found = gradient_of(core, rows)
     divergence = []
     for row in rows:

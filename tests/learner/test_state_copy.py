@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from outpace.learner.state import StateCopies, Tensors, plan_layout
+from outpace.learner.state import StateCopies, Tensors
 
 
 def files(value: float, size: int = 5) -> dict[str, Tensors]:
@@ -34,7 +34,6 @@ def test_constant_tensors_are_not_copied() -> None:
 
 def test_released_memory_is_reused() -> None:
     copies = StateCopies()
-    copies.reserve(*plan_layout(files(0.0)))
     first = copies.make(files(1.0), {}, {})
     address = first.files["model"]["a"].data_ptr()
     copies.release(first)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
-from outpace.monitoring.console import EngineLogWatcher, StartupReporter, latest_message, startup_stage
+from outpace.monitoring.console import EngineLogWatcher, latest_message
 
 
 def test_the_latest_log_message_is_returned_without_date_and_logger_name(tmp_path: Path) -> None:
@@ -46,42 +44,3 @@ async def test_finish_prints_warnings_but_neither_progress_nor_lines_of_an_earli
     (tmp_path / "engine-2.log").write_text("INFO: the server is starting, 5 s so far\n")
     await logs.finish()
     assert printed == ["engine-1: the server is busy"]
-
-
-@pytest.mark.parametrize(
-    ("line", "stage"),
-    [
-        ("Loading weights took 0.17 seconds", "Loading weights took 0.17 seconds"),
-        ("Starting to load model /models/starter...", "Starting to load model /models/starter"),
-        (
-            "Initializing a V1 LLM engine (v0.32.0) with config: model='/m', x=None",
-            "Initializing a V1 LLM engine (v0.32.0)",
-        ),
-        ("Loading safetensors checkpoint shards: 50% Completed | 1/2", "Loading safetensors checkpoint shards"),
-        ("", ""),
-        ("warnings.warn(", ""),
-        ("auto thread binding: reserved_cpus=[], local_world_size=1", ""),
-        ("Using max model len 1024", ""),
-        ("Traceback (most recent call last):", ""),
-        ("Warning", ""),
-    ],
-)
-def test_only_log_lines_that_describe_a_start_up_stage_are_shown(line: str, stage: str) -> None:
-    assert startup_stage(line) == stage
-
-
-def test_only_the_seconds_are_printed_if_the_stage_is_unknown_or_unchanged() -> None:
-    printed: list[str] = []
-    report = StartupReporter(printed.append)
-    so_far = "the server is starting, {} s so far"
-    for seconds, doing in ((5, ": "), (10, ": warnings.warn("), (15, ": Loading weights"), (20, ": Loading weights")):
-        report(so_far.format(seconds) + doing)
-        report(so_far.format(seconds) + doing)
-    report("the server is up")
-    assert printed == [
-        so_far.format(5),
-        so_far.format(10),
-        so_far.format(15) + ": Loading weights",
-        so_far.format(20),
-        "the server is up",
-    ]

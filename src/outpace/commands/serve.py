@@ -22,7 +22,6 @@ from outpace.engines.server.launch import LaunchedServer, LaunchPlan, describe_e
 from outpace.engines.server.server_process import free_port, keep_log_copy
 from outpace.errors import BadInput, ServerGone
 from outpace.hardware.placement import placement_of
-from outpace.monitoring.console import StartupReporter
 from outpace.runtime.cleanup import RuntimeDirectory, temporary_files_environment
 
 
@@ -89,7 +88,7 @@ async def _run_servers(config: Config, runtime_dir: RuntimeDirectory) -> None:
             log = runtime_dir.files / f"server-{index}.log"
             _report(f"starting {server_kind(config)} {recipe.found.version}; log: {log}")
             with keep_log_copy(log):
-                started.append(await launch_server(recipe, index, log, StartupReporter(_report), environment, gpus))
+                started.append(await launch_server(recipe, index, log, _report, environment, gpus))
         print(_engine_toml(config, [each.server.url for each in started]), flush=True)
         _report("press Ctrl-C to stop")
         await _raise_when_one_exits(started)

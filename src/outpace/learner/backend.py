@@ -140,7 +140,7 @@ def count_lags(rows: Sequence[Row], version: Version) -> dict[int, int]:
 
 def check_rows(rows: Iterable[Row]) -> None:
     """Raise `ValueError` for a row that cannot be trained. Advantages are computed before a row reaches a backend
-    (`outpace.learner.advantage_pipeline`); a backend refuses rows without them."""
+    (`outpace.learner.batch_learner`); a backend refuses rows without them."""
     for row in rows:
         count = len(row.tokens)
         if count and not len(row.advantages):

@@ -36,7 +36,7 @@ from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, mak
 from outpace.learner.packing import PackedBatch, pack
 from outpace.learner.reference import Reference, make_reference
 from outpace.models.lora import LoraAdapters
-from outpace.types import OBSERVED, ChunkReport, Floats, Ints, Row, StepReport, Version
+from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
 
 _NO_ADVANTAGE = np.zeros(())
 
@@ -234,6 +234,23 @@ class LearnerCore:
                 f"(version {self.version}: loss {bad[-1][0]}, gradient norm {bad[-1][1]})"
             )
         return bool(bad)
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the tensors of the current policy to publish, valid until the next update or the next call.
+
+        full fine-tuning                         the model
+        LoRA, engines load adapters (servers)    the adapter, with the tensor names of a PEFT file
+        LoRA, other engines                      the model with the adapter merged, with its own tensor names"""
+        if self.adapters is None:
+            return self.model.state_dict()
+        return self.adapters.merged(self.dtype) if self.published_adapter is None else self.adapters.tensors()
+
+    @property
+    def published_adapter(self) -> LoraAdapter | None:
+        """Servers get the adapter alone, because they already have the model."""
+        return self.config.lora.adapter if self.config.engine.kind != "embedded" else None
 
 
 def _is_finite(update: Update) -> bool:

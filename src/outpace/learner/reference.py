@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,32 +17,6 @@ from outpace.weights.shared_memory import distinct_tensors
 Tensors = dict[str, Tensor]
 
 
-class Reference(Protocol):
-    def logp(self, packed: PackedBatch) -> Tensor: ...
-
-    def refresh(self) -> None:
-        """Set the reference to the current policy."""
-        ...
-
-    def tensors(self) -> Tensors:
-        """Return the tensors that the initial model does not provide. Only `refresh` changes them."""
-        ...
-
-    def load(self, tensors: Tensors) -> None:
-        """Restore the reference from `tensors()`."""
-        ...
-
-
-def make_reference(
-    model: PreTrainedModel, adapters: LoraAdapters | None, chosen: Forward, options: ForwardOptions
-) -> Reference:
-    """Return a reference to the policy before training. `chosen` is the policy's forward."""
-    if adapters is not None:
-        return AdapterReference(adapters, matching_forward(chosen, model, options))
-    copied = copy.deepcopy(model).requires_grad_(False)
-    return CopiedReference(model, copied, matching_forward(chosen, copied, options))
-
-
 class CopiedReference:
     """A frozen second copy of the weights."""
 
@@ -56,15 +29,14 @@ class CopiedReference:
     def logp(self, packed: PackedBatch) -> Tensor:
         return self._forward(packed).logp_N
 
-    def refresh(self) -> None:
-        self.sync(self._policy)
-
     @torch.no_grad()
-    def sync(self, model: PreTrainedModel) -> None:
-        for own, new in zip(self.model.parameters(), model.parameters(), strict=True):
+    def refresh(self) -> None:
+        """Set the reference to the current policy."""
+        for own, new in zip(self.model.parameters(), self._policy.parameters(), strict=True):
             own.copy_(new)
 
     def tensors(self) -> Tensors:
+        """Return the tensors that the initial model does not provide. Only `refresh` changes them."""
         return distinct_tensors(self.model.state_dict())
 
     @torch.no_grad()
@@ -101,3 +73,16 @@ class AdapterReference:
     def load(self, tensors: Tensors) -> None:
         device = next(iter(self._adapters.tensors().values())).device
         self._adapter_tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+Reference = CopiedReference | AdapterReference
+
+
+def make_reference(
+    model: PreTrainedModel, adapters: LoraAdapters | None, chosen: Forward, options: ForwardOptions
+) -> Reference:
+    """Return a reference to the policy before training. `chosen` is the policy's forward."""
+    if adapters is not None:
+        return AdapterReference(adapters, matching_forward(chosen, model, options))
+    copied = copy.deepcopy(model).requires_grad_(False)
+    return CopiedReference(model, copied, matching_forward(chosen, copied, options))

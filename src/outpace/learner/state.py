@@ -19,9 +19,7 @@ GIL during slow writes, and reports a full disk as `OSError`.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,114 +38,77 @@ from outpace.errors import CorruptData
 from outpace.learner.core import LearnerCore
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters, adapter_config_json, parse_adapter_config
 from outpace.runtime import diagnostics, rng
-from outpace.types import LoraAdapter, Version
+from outpace.types import LoraAdapter, TensorSpec, Version
+from outpace.weights.files import safetensors_header, safetensors_order
 from outpace.weights.shared_memory import distinct_tensors
 
 Tensors = dict[str, Tensor]
-StateLayout = list[tuple[str, str, torch.dtype, torch.Size]]
-"""File, name, dtype and shape of every tensor."""
-
-_COPY_ALIGNMENT = 64
-
-
-class StateBuffer:
-    """One block of host memory, divided into the tensors of a state."""
-
-    def __init__(self, layout: StateLayout, pinned: bool) -> None:
-        self.layout = layout
-        sizes = [shape.numel() * dtype.itemsize for _, _, dtype, shape in layout]
-        strides = [-(-size // _COPY_ALIGNMENT) * _COPY_ALIGNMENT for size in sizes]
-        # Filling it makes the kernel allocate every page now.
-        content = torch.empty(sum(strides), dtype=torch.uint8, pin_memory=pinned).fill_(0)
-        blocks = torch.split(content, strides)
-        self._views = [
-            block[:size].view(dtype).view(shape)
-            for block, size, (_, _, dtype, shape) in zip(blocks, sizes, layout, strict=True)
-        ]
-
-    def copy_from(self, files: Mapping[str, Tensors]) -> dict[str, Tensors]:
-        """Copy the tensors of all files into this buffer and return the copies."""
-        sources = [tensor.detach() for tensors in files.values() for tensor in tensors.values()]
-        torch._foreach_copy_(self._views, sources, non_blocking=True)
-        for device in {tensor.device for tensor in sources if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        copied: dict[str, Tensors] = {file: {} for file in files}
-        for (file, name, _, _), view in zip(self.layout, self._views, strict=True):
-            copied[file][name] = view
-        return copied
 
 
 @dataclass(frozen=True)
 class StateCopy:
     """A copy of the state at one version. `small_files` holds the files without tensors."""
 
-    files: dict[str, Tensors]
+    copied: dict[str, Tensors]
+    constant: dict[str, Tensors]
     small_files: dict[str, bytes]
-    buffer: StateBuffer
+
+    @property
+    def files(self) -> dict[str, Tensors]:
+        return self.copied | self.constant
 
 
 class StateCopies:
     """Makes copies on the training thread and reuses their memory. Other threads may write and release them."""
 
     def __init__(self) -> None:
-        self._free: StateBuffer | None = None
+        self._free: dict[str, Tensors] | None = None
         self._lock = threading.Lock()
-
-    def reserve(self, layout: StateLayout, pinned: bool) -> None:
-        """Allocate the memory of the first copy in advance."""
-        buffer = self._take_buffer(layout, pinned)
-        with self._lock:
-            self._free = buffer
 
     def make(
         self, changing: dict[str, Tensors], constant: dict[str, Tensors], small_files: dict[str, bytes]
     ) -> StateCopy:
         """Copy `changing`; include `constant`, which never changes, without copying."""
-        buffer = self._take_buffer(*plan_layout(changing))
-        return StateCopy(buffer.copy_from(changing) | constant, small_files, buffer)
+        with self._lock:
+            free, self._free = self._free, None
+        memory = free if free is not None and _layout(free) == _layout(changing) else _allocate(changing)
+        sources = [tensor.detach() for tensors in changing.values() for tensor in tensors.values()]
+        targets = [tensor for tensors in memory.values() for tensor in tensors.values()]
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+        for device in {tensor.device for tensor in sources if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return StateCopy(memory, constant, small_files)
 
     def release(self, copy: StateCopy) -> None:
         with self._lock:
-            self._free = copy.buffer
-
-    def _take_buffer(self, layout: StateLayout, pinned: bool) -> StateBuffer:
-        with self._lock:
-            free, self._free = self._free, None
-        return free if free is not None and free.layout == layout else StateBuffer(layout, pinned)
+            self._free = copy.copied
 
 
-def plan_layout(files: Mapping[str, Tensors]) -> tuple[StateLayout, bool]:
-    """Return the memory layout of a copy of these files, and whether its memory should be pinned."""
-    named = [(file, name, tensor) for file, tensors in files.items() for name, tensor in tensors.items()]
-    layout = [(file, name, tensor.dtype, tensor.shape) for file, name, tensor in named]
-    return layout, any(tensor.is_cuda for _, _, tensor in named)
+def _layout(files: Mapping[str, Tensors]) -> list[tuple[str, str, torch.dtype, torch.Size]]:
+    return [(file, name, each.dtype, each.shape) for file, tensors in files.items() for name, each in tensors.items()]
 
 
-_LENGTH = struct.Struct("<Q")
-_DATA_ALIGNMENT = 8  # required by the format
-
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+def _allocate(files: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Return host memory for a copy of these tensors, pinned if they are on a GPU."""
+    return {
+        file: {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for name, tensor in tensors.items()
+        }
+        for file, tensors in files.items()
+    }
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file. It is synced to disk on return."""
-    # The format allows no gaps between tensors: writing the widest dtypes first keeps all of them aligned.
-    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0, tensor.nbytes, crc32=0)
+        for name, tensor in tensors.items()
+    ]
     with path.open("wb") as file:
-        file.write(_header(ordered))
-        for tensor in ordered.values():
-            file.write(_raw_bytes(tensor))
+        file.write(safetensors_header(specs))
+        for spec in safetensors_order(specs):
+            file.write(_raw_bytes(tensors[spec.name]))
         file.flush()
         os.fsync(file.fileno())
 
@@ -157,18 +118,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CorruptData(f"{path}: {error}") from None
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in tensors.items():
-        end = offset + tensor.nbytes
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _DATA_ALIGNMENT)
-    return _LENGTH.pack(len(text)) + text
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
@@ -224,11 +173,6 @@ def write(state: StateCopy, directory: Path) -> None:
     for name, data in state.small_files.items():
         write_durably(directory / name, data)
     diagnostics.crash_point("save.done")
-
-
-def copy_layout(core: LearnerCore) -> tuple[StateLayout, bool]:
-    """Return the memory layout of a copy of this state, and whether to pin it."""
-    return plan_layout(_changing_tensors(core))
 
 
 def _changing_tensors(core: LearnerCore) -> dict[str, Tensors]:

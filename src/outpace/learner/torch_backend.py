@@ -1,20 +1,11 @@
-"""TorchBackend: the built-in learner backend. `LearnerCore` with a loaded model, published tensors and saved state.
-
-Published tensors (the only place that decides this):
-
-    full fine-tuning                                 the model
-    LoRA, engines load adapters (servers)     the adapter, with the tensor names of a PEFT file
-    LoRA, other engines                              the model with the adapter merged, with its own tensor names
-"""
+"""TorchBackend: the built-in learner backend. `LearnerCore` with a loaded model and saved state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.learner import state
@@ -22,21 +13,7 @@ from outpace.learner.backend import LearnerSettings, WriteState
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.state import StateCopies
 from outpace.models.loading import call_at_every_layer, load_model, set_up_device
-from outpace.types import Floats, Ints, LoraAdapter, StepReport, Version
-
-
-def published_tensors(core: LearnerCore) -> dict[str, Tensor]:
-    """Return the tensors of the current policy to publish, valid until the next update or the next call."""
-    if core.adapters is None:
-        return core.model.state_dict()
-    if _publishes_adapter(core):
-        return core.adapters.tensors()
-    return core.adapters.merged(core.dtype)
-
-
-def _publishes_adapter(core: LearnerCore) -> bool:
-    """Servers get the adapter alone; they already have the model."""
-    return core.config.engine.kind != "embedded"
+from outpace.types import Floats, Ints, Version
 
 
 class TorchBackend(LearnerCore):
@@ -58,28 +35,10 @@ class TorchBackend(LearnerCore):
         if settings.sharing is not None:
             call_at_every_layer(model, settings.sharing.adjust)
         self._copies = StateCopies()
-        self._reserves = config.checkpoint.every > 0
-        self._reserving = ThreadPoolExecutor(1, "reserve")
-        self.reserved: Future[None] | None = None
-        """Done when the memory of the first state copy is allocated. Starts after the first step, when the optimizer
-        has all its state."""
 
     @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
-
-    def finish_step(self) -> StepReport:
-        report = super().finish_step()
-        if self._reserves and self.reserved is None:
-            self.reserved = self._reserving.submit(self._copies.reserve, *state.copy_layout(self))
-        return report
-
-    def weights(self) -> dict[str, Tensor]:
-        return published_tensors(self)
-
-    @property
-    def published_adapter(self) -> LoraAdapter | None:
-        return self.config.lora.adapter if _publishes_adapter(self) else None
 
     def copy_state(self) -> WriteState:
         copied = state.copy(self, self._copies)
@@ -99,4 +58,4 @@ class TorchBackend(LearnerCore):
         return sequence_logprobs(self, sequences, temperature)
 
     def close(self) -> None:
-        self._reserving.shutdown()
+        return

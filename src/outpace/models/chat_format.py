@@ -18,9 +18,10 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from outpace.errors import BadInput, RequestFailed, one_line
 from outpace.models.chat import PLACEHOLDER, Bridge, Schema, bridge, render
@@ -66,48 +67,42 @@ class AnsweredConversation:
     rendered: str = ""
 
 
-class ChatFormat(Protocol):
-    """How a model family writes a chat."""
+class ChatFormat(ABC):
+    """How a model family writes a chat. `stop_ids` are the tokens that end an answer."""
 
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer."""
-        ...
+    def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self.stop_ids = tuple(stop_ids)
 
+    @abstractmethod
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         """Return the prompt ids of a conversation. Raises `BadInput` if the model cannot render it."""
-        ...
 
+    @abstractmethod
     def extend(
         self, state: AnsweredConversation, new: Sequence[Message], tools: Sequence[Schema] = ()
     ) -> Bridge | None:
         """Return the ids from that answer to the next one, or None if it cannot be continued exactly."""
-        ...
 
+    @abstractmethod
     def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> ParsedAnswer:
         """Split an answer into content, reasoning and tool calls."""
-        ...
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text without special tokens."""
-        ...
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of plain text, without special tokens."""
-        ...
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
-class TemplateChatFormat:
+class TemplateChatFormat(ChatFormat):
     """Any chat template. Tool calls are JSON between `<tool_call>` tags, reasoning ends with `</think>`."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._stop_ids = tuple(stop_ids)
+        super().__init__(tokenizer, stop_ids)
         self._may_open_reasoning = "<think>" in str(tokenizer.chat_template)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self._stop_ids
 
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         return render(self._tokenizer, list(messages), tools=tools)
@@ -116,8 +111,8 @@ class TemplateChatFormat:
         self, state: AnsweredConversation, new: Sequence[Message], tools: Sequence[Schema] = ()
     ) -> Bridge | None:
         found = bridge(self._tokenizer, state.history, state.answer_message, new, tools, state.rendered)
-        ended = len(state.answer) > 0 and int(state.answer[-1]) in self._stop_ids
-        if found and found.ids and ended and found.ids[0] in self._stop_ids:
+        ended = len(state.answer) > 0 and int(state.answer[-1]) in self.stop_ids
+        if found and found.ids and ended and found.ids[0] in self.stop_ids:
             return Bridge(found.ids[1:], found.rendered)  # the policy already sampled its end-of-turn token
         return found
 
@@ -127,12 +122,6 @@ class TemplateChatFormat:
     def _opens_reasoning(self, prompt: Sequence[int] | Ints) -> bool:
         tail = [int(token) for token in prompt[-OPENING_TAIL:]]
         return _OPENED.search(self._tokenizer.decode(tail)) is not None
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
 
 
 def placeholder_for(message: Message) -> Message:
@@ -190,17 +179,12 @@ def renderer_chat_format(tokenizer: Any, stop_ids: Sequence[int], wanted: str | 
         raise BadInput(f"model.renderer: the tokenizer does not fit {family}: {one_line(error)}") from error
 
 
-class RendererChatFormat:
+class RendererChatFormat(ChatFormat):
     """Chat format of a model family of the package `renderers`."""
 
     def __init__(self, renderer: Any, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        super().__init__(tokenizer, dict.fromkeys([*stop_ids, *renderer.get_stop_token_ids()]))
         self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._stop_ids = tuple(dict.fromkeys([*stop_ids, *renderer.get_stop_token_ids()]))
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        return self._stop_ids
 
     def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
         try:
@@ -237,12 +221,6 @@ class RendererChatFormat:
             self.decode(answer), (parsed.content or "") + unparsed, parsed.reasoning_content or "", calls
         )
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-
 
 def _tool_call(parsed: ParsedToolCall) -> ToolCall:
     from renderers.base import ToolCallParseStatus
@@ -267,16 +245,14 @@ TEMPLATE = "template"
 
 def chat_format_for(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = None) -> ChatFormat:
     """Return the chat format that `model.renderer` names; by default that of the model's family, or its template."""
-    if wanted == TEMPLATE:
-        return TemplateChatFormat(tokenizer, stop_ids)
+    template = TemplateChatFormat(tokenizer, stop_ids)
+    if wanted == TEMPLATE or (wanted is None and not _may_be_a_hub_name(tokenizer)):
+        return template
     if importlib.util.find_spec("renderers") is None:
         if wanted is not None:
             raise BadInput(f'model.renderer: {wanted} needs the package renderers: pip install "outpace[renderers]"')
-        return TemplateChatFormat(tokenizer, stop_ids)
-    if wanted is None and not _may_be_a_hub_name(tokenizer):
-        return TemplateChatFormat(tokenizer, stop_ids)
-
-    return renderer_chat_format(tokenizer, stop_ids, wanted) or TemplateChatFormat(tokenizer, stop_ids)
+        return template
+    return renderer_chat_format(tokenizer, stop_ids, wanted) or template
 
 
 def _may_be_a_hub_name(tokenizer: Any) -> bool:

@@ -11,8 +11,7 @@ Starting a server may take minutes. Meanwhile `EngineLogWatcher` follows the eng
 
     engine-0: the server is starting, 35 s so far: Loading weights took 1.2 seconds
 
-The text after the elapsed seconds is the last line of the server's own log. It is shown only if it looks like a startup
-stage, and each stage only once.
+The text after the elapsed seconds is the last line of the server's own log.
 
 Invariants
 - Text from models, tasks and users is never interpreted: no markup, no control characters.
@@ -25,7 +24,6 @@ import asyncio
 import importlib
 import io
 import os
-import re
 import sys
 import time
 from collections import deque
@@ -41,7 +39,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from outpace.errors import one_line, plural
+from outpace.errors import plural
 from outpace.monitoring.format import clock_text, number, percent, printable, si, sparkline
 from outpace.monitoring.summary import EvalResult, Summary
 from outpace.types import EpisodeView, Failure
@@ -398,54 +396,17 @@ def _safe_text(text: str) -> Text:
 
 LOG_POLL_S = 10.0
 LOG_TAIL_BYTES = 4096
-
-_PROGRESS = re.compile(r"(?P<seconds>the server is starting, \d+ s so far)(?::\s*(?P<doing>.*))?")
-_STAGE = re.compile(r"(?P<stage>(?!Using\b)[A-Z][a-z]+ing\b[^{}=\[\]<>|]*)")
-"""Matches log lines that name a startup stage: "Loading weights", "Capturing CUDA graphs"."""
-
-MAX_STAGE_CHARS = 80
-
-
-class StartupReporter:
-    """Forwards the startup messages of one server. Drops repeated messages and reports each stage once."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-        self._last_message = ""
-        self._stage = ""
-
-    def __call__(self, message: str) -> None:
-        if not message or message == self._last_message:
-            return
-        self._last_message = message
-        progress = _PROGRESS.fullmatch(message)
-        if progress is None:
-            self._report(message)
-            return
-        stage = startup_stage(progress["doing"] or "")
-        is_known = stage in ("", self._stage)
-        self._stage = stage or self._stage
-        self._report(progress["seconds"] + ("" if is_known else f": {stage}"))
-
-
-def startup_stage(line: str) -> str:
-    """Return the startup stage that a log line names, without trailing settings; empty if it names none."""
-    match = _STAGE.match(line.strip())
-    if match is None:
-        return ""
-    stage = match["stage"]
-    if stage != line.strip():  # the last word belongs to the text that was cut: `… with config: model=`
-        stage = stage.rpartition(" ")[0]
-    stage = re.split(r" with (?:config|args)\b|: ?\d+%", stage)[0].rstrip(" .,:;(…")
-    return one_line(stage, MAX_STAGE_CHARS) if " " in stage else ""
+PROGRESS = "the server is starting, "
+"""Start of the message that a starting server logs every few seconds."""
 
 
 class EngineLogWatcher:
     """Reports the latest server message in each engine's log. Ignores what the logs contained at construction."""
 
     def __init__(self, logs: Path, engines: Iterable[str], report: Callable[[str], None]) -> None:
-        self._reporters = {logs / f"{name}.log": StartupReporter(_with_prefix(name, report)) for name in engines}
-        self._initial_sizes = {log: log.stat().st_size for log in self._reporters if log.exists()}
+        self._report = report
+        self._reported = {logs / f"{name}.log": "" for name in engines}
+        self._initial_sizes = {log: log.stat().st_size for log in self._reported if log.exists()}
 
     async def follow(self, every_s: float = LOG_POLL_S) -> None:
         """Poll the logs until cancelled."""
@@ -458,14 +419,11 @@ class EngineLogWatcher:
         await self._poll(progress=False)
 
     async def _poll(self, progress: bool = True) -> None:
-        for log, report in self._reporters.items():
+        for log, reported in self._reported.items():
             message = await asyncio.to_thread(latest_message, log, self._initial_sizes.get(log, 0))
-            if progress or not _PROGRESS.fullmatch(message):
-                report(message)
-
-
-def _with_prefix(name: str, report: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda message: report(f"{name}: {message}")
+            if message not in ("", reported) and (progress or not message.startswith(PROGRESS)):
+                self._reported[log] = message
+                self._report(f"{log.stem}: {message}")
 
 
 def latest_message(log: Path, begin: int = 0) -> str:
@@ -478,4 +436,4 @@ def latest_message(log: Path, begin: int = 0) -> str:
     except OSError:
         return ""
     messages = [line[line.index("the server is ") :] for line in lines if "the server is " in line]
-    return messages[-1] if messages else ""
+    return printable(messages[-1]) if messages else ""

@@ -13,21 +13,11 @@ Definitions
   or for a core does not count, a thread that waits for memory or computes padding does. T*/T measures the schedule,
   not the kernels.
 - If engine and learner share an accelerator, its time cannot be attributed to either: T*/T is omitted, not estimated.
-
-Also here
-- `Timeline`: spans of every component as a Chrome trace (`chrome://tracing`, Perfetto). The newest `cap` spans are
-  kept in memory and written once at the end; overlapping spans of a component are drawn in separate rows.
-- `ProcessTree`: memory, threads and open files of a process and its descendants. Memory is the proportional set size:
-  a page shared by n processes counts 1/n in each, so the sum over a tree counts every page once, shared weight buffers
-  included. Where the system does not report it, the unique set size is used.
-- `Stopwatch`: busy seconds and CPU seconds inside one process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -35,9 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import msgspec
-import psutil
 
 from outpace.monitoring.line_file import write_atomically
 from outpace.types import EngineStats, LearnerStats
@@ -205,7 +192,8 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Collects spans and writes them as a Chrome trace. `start` and `end` are readings of `clock`."""
+    """Collects spans and writes them as a Chrome trace (`chrome://tracing`, Perfetto). The newest `cap` spans are kept.
+    Overlapping spans of a component are drawn in separate rows. `start` and `end` are readings of `clock`."""
 
     def __init__(self, cap: int = MAX_SPANS, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -222,7 +210,7 @@ class Timeline:
             self.dropped += 1
         self._spans.append(Span(component, name, start, max(end, start), notes))
 
-    @contextlib.contextmanager
+    @contextmanager
     def measure(self, component: str, name: str, **notes: Any) -> Iterator[None]:
         """Record the body of the `with` block as a span."""
         start = self.clock()
@@ -281,40 +269,6 @@ def _trace_text(head: str, events: Iterator[dict[str, Any]]) -> Iterator[str]:
         yield separator + json.dumps(event, default=str)
         separator = ",\n"
     yield "\n]}\n"
-
-
-class TreeSample(msgspec.Struct, frozen=True):
-    """Resources of a process tree at one moment."""
-
-    pss: int  # bytes; proportional set size
-    processes: int
-    threads: int
-    fds: int
-
-
-class ProcessTree:
-    """A process and its current descendants."""
-
-    def __init__(self, pid: int | None = None) -> None:
-        self._root = psutil.Process(os.getpid() if pid is None else pid)
-
-    def sample(self) -> TreeSample:
-        """Measure the tree, at a few milliseconds per process. Processes that end meanwhile are left out; raises
-        `psutil.NoSuchProcess` if the root is gone."""
-        members = [self._root, *self._root.children(recursive=True)]
-        pss = processes = threads = fds = 0
-        for process in members:
-            try:
-                with process.oneshot():
-                    memory = process.memory_full_info()
-                    thread_count, fd_count = process.num_threads(), process.num_fds()
-            except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-                if process is self._root:
-                    raise
-                continue
-            pss += getattr(memory, "pss", 0) or memory.uss
-            processes, threads, fds = processes + 1, threads + thread_count, fds + fd_count
-        return TreeSample(pss=pss, processes=processes, threads=threads, fds=fds)
 
 
 class Stopwatch:

@@ -10,7 +10,6 @@ validated by its sender (`outpace.commands.fleet`) and again by the run.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from outpace.errors import BadInput
+from outpace.monitoring.line_file import write_atomically
 from outpace.monitoring.run_directory import LOCK_FILE, is_lock_held
 
 ORDERS_FILE = "fleet.jsonl"
@@ -131,11 +131,10 @@ class FleetFile:
         self._lock = threading.Lock()
 
     def write(self, fleet: FleetState) -> None:
-        temporary = self._run / f"{STATE_FILE}.new"
+        text = msgspec.json.format(msgspec.json.encode(fleet), indent=1).decode()
         with self._lock:
             if not self._cleared:
-                temporary.write_bytes(msgspec.json.format(msgspec.json.encode(fleet), indent=1))
-                os.replace(temporary, self._run / STATE_FILE)
+                write_atomically(self._run / STATE_FILE, text, durable=False)
 
     def clear(self) -> None:
         """Remove the file at the end of the run. Later writes do nothing."""

@@ -111,7 +111,7 @@ def _uniform_reason(rows: list[Row], succeeded: list[Episode], rules: ScoringRul
 
 def _with_advantages(rows: list[Row], succeeded: list[Episode], credit: AdvantageSettings) -> list[Row]:
     if credit.estimator.registration.critic:
-        return rows  # they need the critic's values: see `outpace.learner.advantage_pipeline`
+        return rows  # they need the critic's values: see `outpace.learner.batch_learner`
     return [*map(with_advantages, rows, group_advantages(rows, *_rewards_of(succeeded), credit))]
 
 

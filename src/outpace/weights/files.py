@@ -61,7 +61,7 @@ class SnapshotFolders:
         self._directory.mkdir(parents=True, exist_ok=True)
         folder = self._directory / f"{manifest.incarnation}-{manifest.version}"
         partial = folder.with_name(folder.name + ".partial")
-        header = _header(manifest.tensors)
+        header = safetensors_header(manifest.tensors)
         require_space(self._directory, manifest.nbytes + len(header))
         try:
             partial.mkdir()
@@ -93,15 +93,16 @@ class SnapshotFolders:
 def _write_tensors(path: Path, header: bytes, manifest: Manifest) -> None:
     with open_snapshot(manifest) as snapshot, path.open("wb") as file:
         file.write(header)
-        for spec in _ordered(manifest.tensors):
+        for spec in safetensors_order(manifest.tensors):
             for piece in snapshot.chunks(spec):
                 file.write(piece)
 
 
-def _header(tensors: list[TensorSpec]) -> bytes:
+def safetensors_header(tensors: list[TensorSpec]) -> bytes:
+    """Return everything that a safetensors file has before its tensors, which follow in `safetensors_order`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for spec in _ordered(tensors):
+    for spec in safetensors_order(tensors):
         end = offset + spec.nbytes
         entries[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": [offset, end]}
         offset = end
@@ -110,7 +111,7 @@ def _header(tensors: list[TensorSpec]) -> bytes:
     return _LENGTH.pack(len(text)) + text
 
 
-def _ordered(tensors: list[TensorSpec]) -> list[TensorSpec]:
+def safetensors_order(tensors: list[TensorSpec]) -> list[TensorSpec]:
     """Sort the widest dtypes first, which keeps every tensor aligned: the format does not allow padding."""
     return sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])
 

@@ -141,7 +141,8 @@ async def _report_progress(process: ServerProcess, say: ProgressCallback) -> Non
     began = loop.time()
     while True:
         await asyncio.sleep(REPORT_S)
-        say(f"the server is starting, {loop.time() - began:.0f} s so far: {last_line(process.log_text())}")
+        line = last_line(process.log_text())
+        say(f"the server is starting, {loop.time() - began:.0f} s so far{f': {line}' if line else ''}")
 
 
 def _too_slow(start_s: float, process: ServerProcess) -> str:
