@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -59,6 +60,36 @@ def receive(meeting: Meeting) -> Iterator[tuple[str, Tensor]]:
         start = tensor["offset"] - first
         flat = content[start : start + tensor["nbytes"]].view(getattr(torch, tensor["dtype"]))
         yield tensor["name"], flat.view(tensor["shape"])
+
+
+class Fetch:
+    """One transfer. Receives in a thread while the server samples, and keeps the weights until they are loaded."""
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        self.key: str = meeting["key"]
+        self._meeting = meeting
+        self._device = device
+        self._weights: list[tuple[str, Tensor]] | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="outpace-fetch", daemon=True)
+        self._thread.start()
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """The received weights. The sender knows that they arrived before this is called."""
+        self._thread.join(self._meeting["timeout_s"])
+        if self._error is not None:
+            raise self._error
+        if self._weights is None:
+            raise TimeoutError("the weights have not arrived yet")
+        return self._weights
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # the current device is per thread
+            self._weights = list(receive(self._meeting))
+        except Exception as error:  # raised by `weights`
+            self._error = error
 
 
 def extent(tensors: list[dict[str, Any]]) -> tuple[int, int]:

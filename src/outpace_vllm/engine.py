@@ -27,11 +27,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from outpace_vllm.collective import Meeting
-from outpace_vllm.fetching import Fetch
-from outpace_vllm.reloading import load_whole
+from outpace_vllm.collective import Fetch, Meeting
+from outpace_vllm.reloading import load_whole, pack_tied_layers_after_reloads
 from outpace_vllm.sources import Named, from_device, from_memory
-from outpace_vllm.tied import pack_tied_layers_after_reloads
 
 
 @dataclass

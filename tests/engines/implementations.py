@@ -21,14 +21,12 @@ from engines.server.fake_transport import FakeTransport
 from engines.server.sglang_protocol import EOS, Sglang
 from engines_support import CONTEXT, build, engine_of
 from outpace.engines.embedded.engine import EmbeddedEngine
-from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import STALE, Transport
-from outpace.engines.server.server_base import Server
-from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
+from outpace.engines.server.protocol import STALE, Server, Transport
+from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.sglang import SglangServer
-from outpace.engines.server.state import HealthMachine
-from outpace.engines.server.transports import FilesTransport, SglangAdapters, SglangFiles
+from outpace.engines.server.state import ServerEngineSettings
+from outpace.engines.server.transports import AdapterTransport, FilesTransport, sglang_reload
 from outpace.engines.server.vllm import VllmServer
 from outpace.models.loading import load_model
 from outpace.types import Ints, LoraAdapter, Manifest
@@ -57,9 +55,7 @@ class Subject:
 
 def server_engine(server: Server, transport: Transport, slots: int = 8, **settings: Any) -> ServerEngine:
     chosen = {"version": STALE, "control_s": 10.0, "probe_s": 600.0, "slots": slots, **settings}
-    return ServerEngine(
-        server, transport, HealthMachine(), ConcurrencyLimit(slots), ServerEngineSettings("engine-0", "run", **chosen)
-    )
+    return ServerEngine(server, transport, ServerEngineSettings("engine-0", "run", **chosen))
 
 
 @asynccontextmanager
@@ -96,13 +92,19 @@ async def sglang_protocol(
     http = HttpClient(fake.url, retries=0)
     publisher = SglangPublisher(directory)
     publish: Callable[[int], Manifest] = publisher.adapter if pins else publisher.model
-    transport: Transport = (SglangAdapters if pins else SglangFiles)(http, 10, directory / "files")
+    transport = sglang_transport(http, directory / "files", adapters=pins)
     engine = server_engine(SglangServer(http, control_s=10), transport, slots, context=64, pins=pins, **settings)
     try:
         async with _started(engine, publish, np.array([1, 3], dtype=np.int32), fake.context, pins) as subject:
             yield subject
     finally:
         await fake.stop()
+
+
+def sglang_transport(http: HttpClient, directory: Path, *, adapters: bool) -> Transport:
+    if adapters:
+        return AdapterTransport(http, 10, directory, routes="")
+    return FilesTransport(http, 10, directory, reload_call=sglang_reload)
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ import torch
 
 from outpace.errors import CorruptData, UpdateFailed
 from outpace.types import Manifest
-from outpace.weights.process_group import ProcessGroupSender, rendezvous_for
+from outpace.weights.process_group import rendezvous_for, send_snapshot
 from outpace.weights.shared_memory import SnapshotWriter
 from outpace_vllm.collective import PIECE_BYTES
 
@@ -124,7 +124,7 @@ def flip(path: Path, offset: int) -> None:
 
 async def send(manifest: Manifest, meeting: dict[str, Any]) -> None:
     async with asyncio.timeout(60):
-        await ProcessGroupSender().send(manifest, meeting)
+        await send_snapshot(manifest, meeting)
 
 
 async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, receivers: Receivers) -> None:

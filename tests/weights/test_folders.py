@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from outpace.errors import CorruptData, OutpaceError
 from outpace.types import LoraAdapter, Manifest
-from outpace.weights.files import AdapterFolders, SnapshotFolders
+from outpace.weights.files import SnapshotFolders
 from outpace.weights.shared_memory import SnapshotWriter
 from support import naming
 from weights_support import flip
@@ -31,13 +31,12 @@ def manifest(tmp_path: Path) -> Manifest:
 
 
 def test_a_snapshot_folder_contains_the_published_tensors_as_safetensors(tmp_path: Path, manifest: Manifest) -> None:
-    folder = SnapshotFolders(tmp_path / "folders").write(manifest, {"config.json": b"{}"})
+    folder = SnapshotFolders(tmp_path / "folders").write(manifest)
     found = load_file(folder / "model.safetensors")
     assert found.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-    assert (folder / "config.json").read_bytes() == b"{}"
 
 
 def test_a_flipped_bit_leaves_no_folder_and_the_previous_folder_intact(tmp_path: Path, manifest: Manifest) -> None:
@@ -84,7 +83,7 @@ def test_an_adapter_is_written_as_a_folder_in_peft_format(tmp_path: Path) -> Non
     tensors = {"base_model.model.model.layers.0.q_proj.lora_A.weight": torch.randn(4, 8)}
     published = SnapshotWriter(tmp_path, "run").publish(1, tensors, [])
     manifest = msgspec.structs.replace(published, adapter=LoraAdapter(4, 8.0, ["q_proj"]))
-    folders = AdapterFolders(tmp_path / "adapters")
+    folders = SnapshotFolders(tmp_path / "adapters")
     folder = folders.write(manifest)
     assert load_file(folder / "adapter_model.safetensors").keys() == tensors.keys()
     config = json.loads((folder / "adapter_config.json").read_text())

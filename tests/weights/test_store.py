@@ -107,8 +107,14 @@ def test_a_snapshot_that_is_being_written_cannot_be_read(tmp_path: Path, monkeyp
     writer = SnapshotWriter(tmp_path, "a")
     first = writer.publish(0, weights_of(0), [])
     writer.publish(1, weights_of(1), [])
-    buffer = writer._take(2, [])
-    assert str(buffer.path) == first.path
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle of the copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            writer.copy(2, weights_of(2), [])  # into the buffer of version 0
     with pytest.raises(CorruptData, match="snapshot"):
         read_snapshot(first)
 

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 import numpy as np
 
-from outpace.errors import RequestFailed, plural
+from outpace.errors import ContextFull, RequestFailed, plural
 from outpace.runtime.rng import request_seed
 from outpace.types import Floats, Generation, Ints, Sampling, StopReason
 
@@ -64,6 +64,21 @@ class StopStrings:
     def _can_complete(self, text: str) -> bool:
         undecided = not text or _PARTIAL in text or self._ends_in_space
         return undecided or any(character in text for character in self._last_characters)
+
+
+def tokens_to_sample(prompt: Ints, sampling: Sampling, context: int | None) -> int:
+    """Return `max_tokens`, limited to the context. Raise `RequestFailed` for a request that can never be served."""
+    if len(prompt) == 0:
+        raise RequestFailed("the prompt is empty")
+    if sampling.max_tokens < 1:
+        raise RequestFailed(f"max_tokens is {sampling.max_tokens}, must be at least 1")
+    if "" in sampling.stop_strings:
+        raise RequestFailed("a stop string is empty")
+    if context is None:
+        return sampling.max_tokens
+    if len(prompt) >= context:
+        raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context is {context}")
+    return min(sampling.max_tokens, context - len(prompt))
 
 
 class TokenStream:

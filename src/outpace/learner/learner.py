@@ -56,7 +56,7 @@ from outpace.types import (
     StepReport,
     Version,
 )
-from outpace.weights.process_group import ProcessGroupSender
+from outpace.weights.process_group import send_snapshot
 from outpace.weights.shared_memory import SnapshotDraft, build_snapshot_writer
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,6 @@ class LearnerHost(Generic[B]):
         self._stopwatch = Stopwatch(self._threads if settings.device == "cpu" else None)
         self._sealing = ThreadPoolExecutor(1, "seal")
         self._saving = ThreadPoolExecutor(1, "save")
-        self._sender = ProcessGroupSender()
         self._saving_costs: deque[tuple[str, float]] = deque()  # seconds spent on saving, not yet reported
         self._places: list[JournalLocation] = []  # journal places of the current batch
         self._bad_steps = BadStepRecorder(settings)
@@ -176,7 +175,7 @@ class LearnerHost(Generic[B]):
         return manifest
 
     async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
-        await self._sender.send(manifest, meeting)
+        await send_snapshot(manifest, meeting)
 
     async def save(self, directory: str, version: Version) -> bool:
         """Save the state; False if the learner is past `version`. Raises `NotSaved` if the files cannot be written. The
@@ -261,7 +260,7 @@ class LearnerHost(Generic[B]):
         self.backend.update()
         return self.backend.finish_step()
 
-    def _copy(self, leased: list[Version]) -> tuple[SnapshotDraft, float]:
+    def _copy(self, leased: list[Version]) -> tuple[SnapshotDraft[Any], float]:
         """Return the snapshot, and the seconds spent on collecting (and merging) the weights before the copy."""
         started = time.perf_counter()
         weights = self.backend.weights()
@@ -270,7 +269,7 @@ class LearnerHost(Generic[B]):
         diagnostics.crash_point("publish.copied")
         return draft, merged_s
 
-    def _seal(self, draft: SnapshotDraft, merged_s: float) -> Manifest:
+    def _seal(self, draft: SnapshotDraft[Any], merged_s: float) -> Manifest:
         sealed = self._writer.seal(draft)
         diagnostics.crash_point("publish.sealed")
         return msgspec.structs.replace(

@@ -47,7 +47,8 @@ class _AdapterConfig(msgspec.Struct):
 
 
 def adapter_config_json(adapter: LoraAdapter, model: str | None = None) -> bytes:
-    """Return the content of `adapter_config.json`; `model` is the base model of the adapter."""
+    """Return the content of `adapter_config.json`, with every field that a reader might default differently; `model` is
+    the base model of the adapter."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -59,6 +60,9 @@ def adapter_config_json(adapter: LoraAdapter, model: str | None = None) -> bytes
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
     }
     return json.dumps(config, indent=2).encode() + b"\n"
 

@@ -1,7 +1,7 @@
 """Snapshots as folders that other programs load: safetensors plus small files.
 
-    SnapshotFolders   one folder per version, with the weights of the whole model
-    AdapterFolders    LoRA adapters in PEFT format, which vLLM and SGLang load next to their model
+    SnapshotFolders   one folder per version: a whole model, or a LoRA adapter in PEFT format, which vLLM and SGLang
+                      load next to their model
     plugin_path       the outpace plugin for vLLM, on a path of its own
 
 Tensors of an adapter snapshot have their PEFT names, for example `base_model.model.<module>.lora_A.weight`.
@@ -17,12 +17,12 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from outpace.types import LoraAdapter, Manifest, TensorSpec, Version
+from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config_json
+from outpace.types import Manifest, TensorSpec, Version
 from outpace.weights.snapshot import ITEM_BYTES, open_snapshot, require_space
 
 MODEL = "model.safetensors"
@@ -46,15 +46,14 @@ _DTYPES = {
 class SnapshotFolders:
     """One folder per version of one run."""
 
-    def __init__(self, directory: Path, tensors: str = MODEL) -> None:
-        """`tensors` is the file name of the weights. Deletes the previous content of `directory`."""
+    def __init__(self, directory: Path) -> None:
+        """Deletes the previous content of `directory`."""
         self._directory = directory
-        self._tensors = tensors
         self._written: dict[Version, Path] = {}
         self.clear()
 
-    def write(self, manifest: Manifest, extra_files: Mapping[str, bytes] | None = None) -> Path:
-        """Write the snapshot, plus `extra_files`. On error nothing is left behind.
+    def write(self, manifest: Manifest) -> Path:
+        """Write the snapshot. On error nothing is left behind.
 
         Raises `CorruptData`, or `OutpaceError` when the disk is full."""
         self.remove(manifest.version)
@@ -65,9 +64,9 @@ class SnapshotFolders:
         require_space(self._directory, manifest.nbytes + len(header))
         try:
             partial.mkdir()
-            for name, content in (extra_files or {}).items():
-                (partial / name).write_bytes(content)
-            _write_tensors(partial / self._tensors, header, manifest)
+            if manifest.adapter is not None:
+                (partial / ADAPTER_CONFIG).write_bytes(adapter_config_json(manifest.adapter))
+            _write_tensors(partial / (MODEL if manifest.adapter is None else ADAPTER_WEIGHTS), header, manifest)
             partial.rename(folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -114,43 +113,6 @@ def safetensors_header(tensors: list[TensorSpec]) -> bytes:
 def safetensors_order(tensors: list[TensorSpec]) -> list[TensorSpec]:
     """Sort the widest dtypes first, which keeps every tensor aligned: the format does not allow padding."""
     return sorted(tensors, key=lambda spec: -ITEM_BYTES[spec.dtype])
-
-
-class AdapterFolders:
-    """One folder per version of a LoRA adapter, in PEFT format."""
-
-    def __init__(self, directory: Path) -> None:
-        self._folders = SnapshotFolders(directory, "adapter_model.safetensors")
-
-    def write(self, manifest: Manifest) -> Path:
-        assert manifest.adapter is not None, "the snapshot is not an adapter"
-        return self._folders.write(manifest, {"adapter_config.json": peft_config(manifest.adapter)})
-
-    def remove(self, version: Version) -> None:
-        self._folders.remove(version)
-
-    def clear(self) -> None:
-        self._folders.clear()
-
-
-def peft_config(adapter: LoraAdapter) -> bytes:
-    """Return `adapter_config.json` with every field that a reader might otherwise default differently."""
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
-        "target_modules": adapter.targets,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "use_rslora": False,
-        "use_dora": False,
-        "modules_to_save": None,
-    }
-    return json.dumps(settings, indent=2).encode()
 
 
 PACKAGE = "outpace_vllm"

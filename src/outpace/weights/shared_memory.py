@@ -20,11 +20,12 @@ import mmap
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -163,6 +164,90 @@ def _view(content: Tensor, spec: TensorSpec) -> Tensor:
     return flat.view(spec.shape)
 
 
+class CopyTimer:
+    """Measures how long a copy blocks the learner: its thread while queueing or its device while copying."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._started = time.perf_counter()
+        self._queueing = 0.0
+        self._events: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            self._events[0].record(stream)
+            self._stream = stream
+
+    def end(self) -> None:
+        if self._events:
+            self._events[1].record(self._stream)
+        self._queueing = time.perf_counter() - self._started
+
+    def seconds(self) -> float:
+        """Wait for the copy; return the time."""
+        if not self._events:
+            return self._queueing
+        self._events[1].synchronize()
+        copying: float = self._events[0].elapsed_time(self._events[1]) / 1000
+        return max(self._queueing, copying)
+
+
+@dataclass(frozen=True)
+class SnapshotDraft(Generic[B]):
+    """A copied snapshot without checksums. On a GPU the copy may still be queued."""
+
+    buffer: B
+    timer: CopyTimer
+
+
+class WeightWriter(ABC, Generic[B]):
+    """Writes snapshots: `copy` on the thread that owns the weights, `seal` on any other. Thread-safe."""
+
+    def __init__(self, device: torch.device, incarnation: str, layout: SnapshotLayout) -> None:
+        self._device = device
+        self._incarnation = incarnation
+        self._layout = layout
+        self._buffers = BufferPool(self._new_buffer)
+
+    @property
+    def buffers(self) -> int:
+        return len(self._buffers.all)
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
+        return self.seal(self.copy(version, tensors, leased))
+
+    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute the layout; return the tensors to store."""
+        return self._layout.lay_out(tensors)
+
+    def preallocate(self, leased: Collection[Version]) -> None:
+        """Allocate the buffer of the next `copy` ahead of time, off the training thread: see `BufferPool`."""
+        self._buffers.preallocate(leased)
+
+    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> SnapshotDraft[B]:
+        """Copy the tensors into a free buffer. Later changes of the weights do not affect it."""
+        timer = CopyTimer(self._device)
+        distinct = self.lay_out(tensors)
+        buffer = self._buffers.take(version, leased)
+        with torch.no_grad():
+            self._fill(buffer, list(distinct.values()))
+        timer.end()
+        return SnapshotDraft(buffer, timer)
+
+    @abstractmethod
+    def seal(self, draft: SnapshotDraft[B]) -> Manifest:
+        """Complete the snapshot: wait for the copy, compute the checksums."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+        self._buffers.all.clear()
+
+    @abstractmethod
+    def _fill(self, buffer: B, tensors: list[Tensor]) -> None: ...
+
+    @abstractmethod
+    def _new_buffer(self, number: int) -> B: ...
+
+
 log = logging.getLogger(__name__)
 
 
@@ -177,17 +262,8 @@ class _MappedBuffer(SnapshotBuffer):
         self.mapping[: len(label)] = label
 
 
-class SnapshotDraft:
-    """A copied snapshot without checksums."""
-
-    def __init__(self, buffer: _MappedBuffer, version: Version, seconds: float) -> None:
-        self._buffer = buffer
-        self.version = version
-        self.seconds = seconds
-
-
-class SnapshotWriter:
-    """Writes snapshots: `copy` on the thread that owns the weights, `seal` on any other. Thread-safe."""
+class SnapshotWriter(WeightWriter[_MappedBuffer]):
+    """Writes snapshots into files."""
 
     def __init__(
         self,
@@ -199,80 +275,54 @@ class SnapshotWriter:
         """Store floating-point tensors as `dtype` (None: unchanged). Write deltas into `deltas` (None: no deltas)."""
         if len(incarnation.encode()) > 64:
             raise ValueError("the incarnation name must be at most 64 bytes")
+        super().__init__(torch.device("cpu"), incarnation, SnapshotLayout(dtype, start=DATA_OFFSET))
         self._directory = Path(directory)
-        self._incarnation = incarnation
         self._deltas = Path(deltas) if deltas is not None else None
-        self._layout = SnapshotLayout(dtype, start=DATA_OFFSET)
-        self._buffers = BufferPool(self._new_buffer)
 
-    @property
-    def buffers(self) -> int:
-        return len(self._buffers.all)
+    def _fill(self, buffer: _MappedBuffer, tensors: list[Tensor]) -> None:
+        """Copy the tensors. The header is void meanwhile, so that a late reader detects the reuse."""
+        buffer.label(self._incarnation, VOID)
+        _remove_delta(buffer)
+        for view, tensor in zip(buffer.views, tensors, strict=True):
+            view.copy_(tensor)
+        buffer.label(self._incarnation, buffer.version)
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Manifest:
-        return self.seal(self.copy(version, tensors, leased))
-
-    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._layout.lay_out(tensors)
-
-    def preallocate(self, leased: Collection[Version]) -> None:
-        """Allocate the next buffer ahead of time, after `lay_out`: see `BufferPool.preallocate`."""
-        self._buffers.preallocate(leased)
-
-    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> SnapshotDraft:
-        """Copy the tensors into a free buffer. The weights may change again once this returns."""
-        started = time.perf_counter()
-        distinct = self.lay_out(tensors)
-        buffer = self._take(version, leased)
-        with torch.no_grad():
-            for view, tensor in zip(buffer.views, distinct.values(), strict=True):
-                view.copy_(tensor)
-        buffer.label(self._incarnation, version)
-        return SnapshotDraft(buffer, version, time.perf_counter() - started)
-
-    def seal(self, draft: SnapshotDraft) -> Manifest:
-        """Compute checksums and delta. The snapshot is complete afterwards."""
-        buffer = draft._buffer
-        content = buffer.content
+    def seal(self, draft: SnapshotDraft[_MappedBuffer]) -> Manifest:
+        """Compute checksums and delta."""
+        buffer, content = draft.buffer, draft.buffer.content
         specs = [
             msgspec.structs.replace(spec, crc32=_crc32(content[spec.offset : spec.offset + spec.nbytes]))
             for spec in self._layout.specs
         ]
-        changes = self._delta(draft, specs) if self._deltas is not None else None
+        changes = self._delta(self._deltas, buffer, specs) if self._deltas is not None else None
         self._buffers.seal(buffer)
-        return Manifest(self._incarnation, draft.version, str(buffer.path), specs, draft.seconds, changes)
+        seconds = draft.timer.seconds()
+        return Manifest(self._incarnation, buffer.version, str(buffer.path), specs, seconds, changes)
 
     def close(self) -> None:
         """Remove the files. Readers with an open file can finish reading."""
         for buffer in self._buffers.all:
             buffer.path.unlink(missing_ok=True)
             _remove_delta(buffer)
-        self._buffers.all.clear()
+        super().close()
 
-    def _delta(self, draft: SnapshotDraft, specs: list[TensorSpec]) -> WeightDelta | None:
+    def _delta(self, directory: Path, buffer: _MappedBuffer, specs: list[TensorSpec]) -> WeightDelta | None:
         """Write the delta from the latest complete snapshot.
 
         None if there is no earlier snapshot, if nearly everything changed, or if writing fails: deltas are optional."""
-        assert self._deltas is not None
-        path = self._deltas / f"{self._incarnation}-{draft.version}.delta"
+        version = buffer.version
+        path = directory / f"{self._incarnation}-{version}.delta"
         with self._buffers.hold_latest() as base:
-            if base is None or base.version >= draft.version:
+            if base is None or base.version >= version:
                 return None
-            header = delta.DeltaHeader(self._incarnation, base.version, draft.version)
+            header = delta.DeltaHeader(self._incarnation, base.version, version)
             try:
-                changes = delta.write_delta(path, header, base.mapping, draft._buffer.mapping, specs)
+                changes = delta.write_delta(path, header, base.mapping, buffer.mapping, specs)
             except OSError as error:
-                log.warning("publishing version %d without a delta: cannot write the delta: %s", draft.version, error)
+                log.warning("publishing version %d without a delta: cannot write the delta: %s", version, error)
                 return None
-        draft._buffer.delta = path if changes is not None else None
+        buffer.delta = path if changes is not None else None
         return changes
-
-    def _take(self, version: Version, leased: Collection[Version]) -> _MappedBuffer:
-        """Acquire a buffer for `version` and void its header, so that a late reader detects the reuse."""
-        buffer = self._buffers.take(version, leased)
-        buffer.label(self._incarnation, VOID)
-        _remove_delta(buffer)
-        return buffer
 
     def _new_buffer(self, number: int) -> _MappedBuffer:
         path = self._directory / f"{self._incarnation}-{number}.weights"
@@ -320,27 +370,7 @@ def _buffer_of(data: Tensor) -> memoryview:
     return memoryview(array)
 
 
-class WeightWriter(Protocol):
-    """A snapshot writer: `copy` on the thread that owns the weights, `seal` on any other."""
-
-    def lay_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the layout; return the tensors to store."""
-        ...
-
-    def preallocate(self, leased: Collection[Version]) -> None:
-        """Allocate the buffer of the next `copy` ahead of time, off the training thread."""
-        ...
-
-    def copy(self, version: Version, tensors: Mapping[str, Tensor], leased: Collection[Version]) -> Any:
-        """Copy the tensors; return a draft for `seal`. Buffers of `leased` versions are not touched."""
-        ...
-
-    def seal(self, draft: Any) -> Manifest: ...
-
-    def close(self) -> None: ...
-
-
-def build_snapshot_writer(config: Config, device: str, directory: Path, incarnation: str) -> WeightWriter:
+def build_snapshot_writer(config: Config, device: str, directory: Path, incarnation: str) -> WeightWriter[Any]:
     """Return a writer into GPU memory (CUDA IPC) or shared memory, for weights on `device`.
 
     Adapters and deltas are read from files, so they always use shared memory."""

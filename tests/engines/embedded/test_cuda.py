@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outpace.engines.embedded.decode_batch import DecodeBatch
+from outpace.engines.embedded.decoder import SlotCache
 from outpace.engines.embedded.engine import EmbeddedEngine
-from outpace.engines.embedded.kv_cache import SlotCache
 from outpace.engines.embedded.load_decoder import build_decoder
 from outpace.hardware.memory import ModelShape, engine_memory
 from outpace.types import Generation, Sampling

@@ -6,18 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from outpace.engines.server.protocol import PreparedWeights
 from outpace.types import Manifest
-
-
-@dataclass(frozen=True)
-class Weights:
-    version: int
-    nbytes: int = 10
-
-
-@dataclass(frozen=True)
-class AdapterWeights(Weights):
-    adapter: str = "a name"
 
 
 @dataclass
@@ -30,11 +20,11 @@ class FakeTransport:
     forgotten: list[int] = field(default_factory=list)
     closed: list[bool] = field(default_factory=list)  # the `server_stays` argument of each call
 
-    async def prepare(self, manifest: Manifest) -> Weights:
+    async def prepare(self, manifest: Manifest) -> PreparedWeights:
         if self.prepare_fails is not None:
             raise self.prepare_fails
-        version = manifest.version
-        return Weights(version) if self.needs_pause else AdapterWeights(version, adapter=f"v{version}")
+        adapter = None if self.needs_pause else f"v{manifest.version}"
+        return PreparedWeights(manifest.version, 10, {}, adapter)
 
     async def swap(self, ready: Any) -> None:
         if self.swapping is not None:

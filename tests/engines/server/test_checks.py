@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from outpace.config import Config
+from outpace.config.load import make_config
 from outpace.engines.server.checks import check_server
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import ServerFacts, ServerRequirements
+from outpace.engines.server.protocol import ServerFacts
 from outpace.engines.server.server_process import free_port
 from outpace.engines.server.vllm import VllmServer
 from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
@@ -26,9 +28,16 @@ from servers_support import Certificate
 URL = "http://127.0.0.1:8000"
 STARTER, AGENT = str(resolve_model("starter")), str(resolve_model("starter-agent"))
 FINE = ServerFacts(
-    "vllm", "0.32.0", "policy", 1024, "float32", "processed_logprobs", True, True, True, True, {"root": STARTER}
+    "vllm", "0.32.0", "policy", 1024, "float32", "processed_logprobs", True, True, True, {"root": STARTER}
 )
-WANTED = ServerRequirements(STARTER, "float32", 512, {"13 + 28": [1, 2, 3]}, "memory", False, 1.0)
+TOKENS = {"13 + 28": [1, 2, 3]}
+
+
+def run_config(**settings: Any) -> Config:
+    base = {"engine.kind": "vllm", "engine.context": 512, "model.path": STARTER}
+    if "lora.rank" not in settings:
+        base["weights.transport"] = "memory"
+    return make_config({name: value for name, value in (base | settings).items() if value is not None})
 
 
 class Scripted:
@@ -50,9 +59,9 @@ class Scripted:
         return self.ids
 
 
-async def refusal(server: object, wanted: ServerRequirements = WANTED) -> str:
+async def refusal(server: object, **settings: Any) -> str:
     with pytest.raises(BadInput) as refused:
-        await check_server(server, wanted)  # type: ignore[arg-type]
+        await check_server(server, run_config(**settings), TOKENS)  # type: ignore[arg-type]
     line = str(refused.value)
     assert "\n" not in line
     return line
@@ -64,11 +73,11 @@ def unnamed(line: str, keys: Iterable[str]) -> list[str]:
 
 
 async def test_a_matching_server_is_accepted() -> None:
-    assert await check_server(Scripted(ids=[1, 2, 3]), WANTED) == FINE  # type: ignore[arg-type]
+    assert await check_server(Scripted(ids=[1, 2, 3]), run_config(), TOKENS) == FINE  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("facts", "wanted", "keys"),
+    ("facts", "settings", "keys"),
     [
         pytest.param({"controls": False}, {}, ["VLLM_SERVER_DEV_MODE=1"], id="no dev mode"),
         pytest.param(
@@ -87,7 +96,7 @@ async def test_a_matching_server_is_accepted() -> None:
             id="other model",
         ),
         pytest.param(
-            {"details": {"root": "a/first"}}, {"model": "a/second"},
+            {"details": {"root": "a/first"}}, {"model.path": "a/second"},
             ["a/first", "a/second", "model.path"],
             id="other hub model",
         ),
@@ -99,12 +108,12 @@ async def test_a_matching_server_is_accepted() -> None:
             id="no plugin",
         ),
         pytest.param(
-            {"adapters": False}, {"adapters": True},
+            {"adapters": False}, {"lora.rank": 8},
             ["lora.rank", "--enable-lora", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"],
             id="no adapters",
         ),
         pytest.param(
-            {"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 20},
+            {"details": {"root": STARTER, "max_lora_rank": 16}}, {"lora.rank": 20},
             ["16", "20", "--max-lora-rank 32", "lora.rank"],
             id="small adapters",
         ),
@@ -112,9 +121,9 @@ async def test_a_matching_server_is_accepted() -> None:
     ],
 )  # fmt: skip
 async def test_a_mismatch_is_refused_in_one_line_with_the_flag_to_add(
-    facts: dict[str, Any], wanted: dict[str, Any], keys: list[str]
+    facts: dict[str, Any], settings: dict[str, Any], keys: list[str]
 ) -> None:
-    line = await refusal(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))
+    line = await refusal(Scripted(replace(FINE, **facts)), **settings)
     assert line.startswith(f"{URL}: ")
     assert unnamed(line, keys) == []
 
@@ -126,31 +135,32 @@ async def test_a_different_tokenizer_is_detected_by_its_token_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "wanted"),
+    ("facts", "settings"),
     [
         ({"context": None, "dtype": None, "logprobs": None}, {}),
-        ({"context": 8}, {"context": None}),
-        ({"plugin": False}, {"transport": "files"}),
-        ({"plugin": False}, {"adapters": True}),
+        ({"context": 8}, {"engine.context": None}),
+        ({"plugin": False}, {"weights.transport": "files"}),
+        ({"plugin": False}, {"lora.rank": 8}),
         ({"adapters": False}, {}),
-        ({"details": {"root": STARTER, "max_lora_rank": 16}}, {"adapters": True, "lora_rank": 16}),
-        ({"details": {"root": STARTER, "max_lora_rank": None}}, {"adapters": True, "lora_rank": 16}),
+        ({"details": {"root": STARTER, "max_lora_rank": 16}}, {"lora.rank": 16}),
+        ({"details": {"root": STARTER, "max_lora_rank": None}}, {"lora.rank": 16}),
         ({"version": "dev"}, {}),
         ({"details": {"root": "/models/on/another/machine"}}, {}),
         ({"details": {"root": "a/name"}}, {}),
-        ({"details": {}, "model": "a/name"}, {"model": "a/name"}),
+        ({"details": {}, "model": "a/name"}, {"model.path": "a/name"}),
     ],
 )
 async def test_unreported_or_unneeded_server_facts_are_not_errors(
-    facts: dict[str, Any], wanted: dict[str, Any]
+    facts: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    await check_server(Scripted(replace(FINE, **facts)), replace(WANTED, **wanted))  # type: ignore[arg-type]
+    await check_server(Scripted(replace(FINE, **facts)), run_config(**settings), TOKENS)  # type: ignore[arg-type]
 
 
 async def test_the_same_model_in_another_directory_is_accepted(tmp_path: Path) -> None:
     content = json.loads((Path(STARTER) / "config.json").read_text()) | {"dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    await check_server(Scripted(replace(FINE, details={"root": str(tmp_path)})), WANTED)  # type: ignore[arg-type]
+    there = Scripted(replace(FINE, details={"root": str(tmp_path)}))
+    await check_server(there, run_config(), TOKENS)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -264,11 +274,11 @@ async def test_an_unrelated_web_server_is_refused_whichever_answer_arrives_first
 
 
 ON_A_CPU = replace(FINE, plugin=False, details={"root": STARTER, "device": "cpu"})
-BY_FILES = replace(WANTED, transport="files")
+BY_FILES = {"weights.transport": "files"}
 
 
 async def test_tied_embeddings_that_a_cpu_server_would_not_update_are_refused() -> None:
-    line = await refusal(Scripted(ON_A_CPU), BY_FILES)
+    line = await refusal(Scripted(ON_A_CPU), **BY_FILES)
     assert "embeddings" in line
     assert "`outpace serve`" in line
 
@@ -276,11 +286,12 @@ async def test_tied_embeddings_that_a_cpu_server_would_not_update_are_refused() 
 async def test_an_untied_head_a_gpu_the_plugin_or_adapters_are_accepted(tmp_path: Path) -> None:
     content = json.loads((Path(STARTER) / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "model.safetensors").touch()
     untied = replace(ON_A_CPU, details={"root": str(tmp_path), "device": "cpu"})
-    for facts, wanted in (
-        (untied, replace(BY_FILES, model=str(tmp_path))),
+    for facts, settings in (
+        (untied, BY_FILES | {"model.path": str(tmp_path)}),
         (replace(ON_A_CPU, details={"root": STARTER, "device": "cuda"}), BY_FILES),
         (replace(ON_A_CPU, plugin=True), BY_FILES),
-        (ON_A_CPU, replace(BY_FILES, adapters=True)),
+        (ON_A_CPU, BY_FILES | {"lora.rank": 8}),
     ):
-        await check_server(Scripted(facts), wanted)  # type: ignore[arg-type]
+        await check_server(Scripted(facts), run_config(**settings), TOKENS)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from outpace.engines.server import http as http_module
-from outpace.engines.server.http import HttpClient
+from outpace.engines.server.http import HttpClient, deadline
 from outpace.engines.server.server_process import free_port
 from outpace.errors import ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from servers_support import Certificate
@@ -135,8 +135,6 @@ async def test_a_missing_answer_raises_server_silent_after_the_deadline() -> Non
     async with serving(never, retries=0) as http:
         with pytest.raises(ServerSilent, match=r"http://127\.0\.0\.1:\d+/x: .*0\.05 s"):
             await http.get("/x", deadline_s=0.05)
-        with pytest.raises(ServerSilent):
-            await anext(http.events("/x", {}, first_s=0.05))
 
 
 async def test_a_refused_connection_raises_server_gone() -> None:
@@ -232,10 +230,11 @@ async def test_comments_do_not_keep_a_stream_alive() -> None:
             await asyncio.sleep(0.01)
 
     async with serving(comments) as http:
-        payloads = http.events("/x", {}, first_s=5, idle_s=0.1)
+        payloads = http.events("/x", {})
         assert await anext(payloads) == b"one"
         with pytest.raises(ServerSilent):
-            await anext(payloads)
+            async with deadline(http.url, 0.1):
+                await anext(payloads)
 
 
 async def test_closing_an_event_stream_closes_its_connection() -> None:
@@ -274,7 +273,11 @@ def certificate(tmp_path: Path) -> ssl.SSLContext:
     return context
 
 
-async def test_an_error_status_without_a_body_is_raised_within_the_deadline() -> None:
+async def test_an_error_status_without_a_body_is_raised_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outpace.engines.server.http._ERROR_BODY_S", 0.2)
+
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(status=500)
         response.content_length = 100
@@ -285,7 +288,7 @@ async def test_an_error_status_without_a_body_is_raised_within_the_deadline() ->
     async with serving(answer) as http:
         with pytest.raises(ServerFaulty, match="500 Internal Server Error"):
             async with asyncio.timeout(60):
-                await anext(http.events("/x", {}, first_s=0.2))
+                await anext(http.events("/x", {}))
 
 
 async def test_a_call_after_close_raises_server_gone() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from outpace.config import Config
 from outpace.config.load import make_config
-from outpace.engines.server.build import build_server_engine, requirements_of
+from outpace.engines.server.build import build_server_engine
 from outpace.engines.server.checks import check_server, expected_token_ids
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.launch import LaunchPlan
@@ -76,7 +76,7 @@ async def refused(config: Config, url: str, tokens: dict[str, list[int]] | None 
     try:
         async with asyncio.timeout(SECONDS):
             with pytest.raises(BadInput) as refusal:
-                await check_server(server, requirements_of(config, tokens or {}))
+                await check_server(server, config, tokens or {})
     finally:
         await server.close()
     assert "\n" not in str(refusal.value)

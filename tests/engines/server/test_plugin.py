@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from outpace.config.load import make_config
-from outpace.engines.server.build import requirements_of
 from outpace.engines.server.checks import check_server
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.launch import LaunchPlan, launch_server
@@ -31,7 +30,7 @@ from outpace.errors import BadInput, CorruptData, ServerFaulty
 from outpace.models.loading import load_model, resolve_model
 from outpace.types import LoraAdapter, Manifest, Version
 from outpace.weights.delta import LocalSnapshot
-from outpace.weights.process_group import ProcessGroupSender
+from outpace.weights.process_group import send_snapshot
 from outpace.weights.shared_memory import SnapshotWriter
 from outpace_vllm.sources import from_memory
 from servers_support import SMALL, RunningVllm, vllm_python
@@ -153,7 +152,7 @@ async def test_a_server_samples_from_published_weights_after_the_update_and_not_
     transports: dict[str, Transport] = {
         "files": FilesTransport(bench.http, CONTROL_S, bench.directory / "folders"),
         "memory": memory,
-        "collective": CollectiveTransport(memory, ProcessGroupSender().send, "gloo", CONTROL_S),
+        "collective": CollectiveTransport(memory, send_snapshot, "gloo", CONTROL_S),
     }
     assert await bench.distance() < NOISE
     for _ in range(2):
@@ -244,7 +243,7 @@ async def test_adapters_of_several_versions_are_served_concurrently_and_a_higher
         assert np.array_equal(await bench.served(), base), "the model itself is as it was"
         too_high = make_config(SMALL | {"lora.rank": 20, "launch.python": vllm_python()})
         with pytest.raises(BadInput, match="--max-lora-rank 32"):
-            await check_server(started.server, requirements_of(too_high, {}))
+            await check_server(started.server, too_high, {})
     finally:
         await http.close()
         await started.stop()

@@ -21,8 +21,8 @@ from outpace.engines.fleet import EngineFleet
 from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import STALE, Piece, ServerRequest
-from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
-from outpace.engines.server.state import ActiveRequest, HealthMachine
+from outpace.engines.server.server_engine import ServerEngine
+from outpace.engines.server.state import ActiveRequest, HealthMachine, ServerEngineSettings
 from outpace.engines.server.vllm import VllmServer
 from outpace.errors import CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
@@ -61,14 +61,21 @@ async def engine_setup(
     fake: FakeServer | None = None, transport: FakeTransport | None = None, slots: int = 64, **given: Any
 ) -> AsyncIterator[EngineSetup]:
     fake, transport = fake or FakeServer(), transport or FakeTransport()
-    health, limit = HealthMachine(), ConcurrencyLimit(slots)
-    chosen = {"probe_s": 600.0, "idle_s": 30.0, "control_s": 5.0, "probe_deadline_s": 0.2, "context": 64, **given}
+    chosen = {
+        "slots": slots,
+        "probe_s": 600.0,
+        "idle_s": 30.0,
+        "control_s": 5.0,
+        "probe_deadline_s": 0.2,
+        "context": 64,
+        **given,
+    }
     async with fake.serving():
         server = VllmServer(HttpClient(fake.url, retries=0), control_s=5, incarnation="run")
-        engine = ServerEngine(server, transport, health, limit, ServerEngineSettings("engine-0", "run", **chosen))
+        engine = ServerEngine(server, transport, ServerEngineSettings("engine-0", "run", **chosen))
         await engine.start()
         try:
-            yield EngineSetup(fake, engine, transport, health, limit)
+            yield EngineSetup(fake, engine, transport, engine._state.health, engine._state.limit)
         finally:
             await engine.close()
 
@@ -700,7 +707,7 @@ async def test_the_exit_of_the_server_process_breaks_the_engine() -> None:
     async with fake.serving():
         chosen = ServerEngineSettings("engine-0", "run", probe_s=600.0)
         server = VllmServer(HttpClient(fake.url, retries=0))
-        engine = ServerEngine(server, transport, HealthMachine(), ConcurrencyLimit(4), chosen, process)
+        engine = ServerEngine(server, transport, chosen, process)
         await engine.start()
         request = asyncio.create_task(engine.generate("r", PROMPT, Sampling(50, 1), 0, None))
         await asyncio.sleep(0.1)
@@ -720,9 +727,7 @@ async def test_a_server_found_paused_at_startup_is_resumed(monkeypatch: pytest.M
     async with fake.serving():
         fake.resumed.clear()
         server = VllmServer(HttpClient(fake.url, retries=0))
-        engine = ServerEngine(
-            server, FakeTransport(), HealthMachine(), ConcurrencyLimit(4), ServerEngineSettings("engine-0", "run")
-        )
+        engine = ServerEngine(server, FakeTransport(), ServerEngineSettings("engine-0", "run"))
         await engine.start()
         assert is_whole(await engine.generate("r", PROMPT, Sampling(8, 1), 0, None), 8)
         await engine.close()

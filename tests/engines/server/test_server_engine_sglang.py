@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from engines.implementations import SGLANG_VOCABULARY, SglangPublisher, server_engine, sglang_model, sglang_table
+from engines.implementations import (
+    SGLANG_VOCABULARY,
+    SglangPublisher,
+    server_engine,
+    sglang_model,
+    sglang_table,
+    sglang_transport,
+)
 from engines.server.sglang_protocol import Sglang
 from outpace.engines.fleet import EngineFleet
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import Transport
 from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.sglang import SglangServer
-from outpace.engines.server.transports import SglangAdapters, SglangFiles
 from outpace.errors import CorruptData, UpdateTorn
 from outpace.types import Generation, Manifest, Sampling
 
@@ -57,8 +62,7 @@ class Cluster:
         server = Sglang(sglang_model(self._directory))
         await server.start()
         http = HttpClient(server.url, retries=0)
-        make = SglangAdapters if adapters else SglangFiles
-        transport: Transport = make(http, 10, self._directory / f"files-{number}")
+        transport = sglang_transport(http, self._directory / f"files-{number}", adapters=adapters)
         settings = {"version": 0, "pins": adapters, "context": server.context, **settings}
         engine = server_engine(SglangServer(http, control_s=10), transport, slots, **settings)
         self.servers.append(server)

@@ -14,11 +14,10 @@ import psutil
 import pytest
 import torch
 
-from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import STALE
-from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
-from outpace.engines.server.state import HealthMachine
+from outpace.engines.server.server_engine import ServerEngine
+from outpace.engines.server.state import ServerEngineSettings
 from outpace.engines.server.transports import FilesTransport
 from outpace.engines.server.vllm import COMPLETIONS, GENERATE, VllmServer
 from outpace.errors import ContextFull, RequestFailed
@@ -55,9 +54,7 @@ async def make_server(vllm: RunningVllm, route: str) -> VllmServer:
 def make_engine(server: VllmServer, directory: Path, **given: Any) -> ServerEngine:
     transport = FilesTransport(server.http, 60, directory / "weights")
     chosen: dict[str, Any] = {"version": STALE, "context": CONTEXT, "slots": 16, "probe_s": 0.5, **given}
-    return ServerEngine(
-        server, transport, HealthMachine(), ConcurrencyLimit(16), ServerEngineSettings("engine-0", "run", **chosen)
-    )
+    return ServerEngine(server, transport, ServerEngineSettings("engine-0", "run", **chosen))
 
 
 def published(directory: Path, version: int, change: float) -> Manifest:

@@ -14,9 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engines.server.sglang_protocol import EOS, Sglang
+from outpace.config import Config
+from outpace.config.load import make_config
 from outpace.engines.server.checks import check_server
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import Piece, ServerRequest, ServerRequirements
+from outpace.engines.server.protocol import Piece, ServerRequest
 from outpace.engines.server.sglang import SglangServer
 from outpace.errors import BadInput, ServerFaulty, ServerGone, ServerRefused, ServerSilent
 from outpace.types import Sampling
@@ -263,7 +265,7 @@ async def test_the_facts_of_a_server_are_read(start: Start) -> None:
     _, ours = await start()
     facts = await ours.facts()
     assert (facts.kind, facts.version, facts.model, facts.context) == ("sglang", "0.5.18", "tiny", 64)
-    assert (facts.dtype, facts.controls, facts.spans, facts.adapters) == ("float32", True, True, True)
+    assert (facts.dtype, facts.controls, facts.adapters) == ("float32", True, True)
     assert facts.details["slots"] == 8
 
 
@@ -280,26 +282,29 @@ async def test_an_automatic_dtype_is_reported_as_unknown(start: Start) -> None:
     assert (await ours.facts()).dtype is None
 
 
-async def refused(ours: SglangServer, **needs: Any) -> str:
+def run_config(**settings: Any) -> Config:
+    return make_config({"engine.kind": "sglang", "engine.context": 32, "model.path": "tiny"} | settings)
+
+
+async def refused(ours: SglangServer, tokens: dict[str, list[int]] | None = None, **settings: Any) -> str:
     """Return the refusal without the server's URL."""
-    needs = {"model": "tiny", "dtype": "float32", "context": 32, "tokenizer": {}, "adapters": False, **needs}
     with pytest.raises(BadInput) as raised:
-        await check_server(ours, ServerRequirements(transport="files", temperature=1.0, **needs))
+        await check_server(ours, run_config(**settings), tokens or {})
     return str(raised.value).removeprefix(ours.url)
 
 
 async def test_a_mismatched_server_is_refused_with_the_remedy(start: Start) -> None:
     theirs, ours = await start()
     theirs.settings["model_path"] = "tiny"
-    await check_server(ours, ServerRequirements("tiny", "float32", 32, {"ab": [1, 2]}, "files", True, 1.0))
-    assert "--context-length 100" in await refused(ours, context=100)
-    assert "--dtype bfloat16" in await refused(ours, dtype="bfloat16")
-    assert "model.path" in await refused(ours, model="other")
-    other_tokenizer = await refused(ours, tokenizer={"ab": [7]})
+    await check_server(ours, run_config(**{"lora.rank": 8}), {"ab": [1, 2]})
+    assert "--context-length 100" in await refused(ours, **{"engine.context": 100})
+    assert "--dtype bfloat16" in await refused(ours, **{"model.dtype": "bfloat16"})
+    assert "model.path" in await refused(ours, **{"model.path": "other"})
+    other_tokenizer = await refused(ours, {"ab": [7]})
     assert "'ab'" in other_tokenizer
     assert "--tokenizer-path tiny" in other_tokenizer
     theirs.settings["enable_lora"] = False
-    assert "--enable-lora" in await refused(ours, adapters=True)
+    assert "--enable-lora" in await refused(ours, **{"lora.rank": 8})
     theirs.original_logprobs = True
     assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in await refused(ours)
     theirs.settings["version"] = "0.5.7"

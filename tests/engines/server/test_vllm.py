@@ -20,6 +20,7 @@ from outpace.types import Sampling
 pytestmark = pytest.mark.timeout(120)
 
 PROMPT = np.arange(3, dtype=np.int32)
+VERSION_OF = VllmServer(HttpClient("http://here"), incarnation="run")._version_of
 
 
 def make_request(max_tokens: int = 5, name: str = "a", **how: object) -> ServerRequest:
@@ -48,7 +49,6 @@ async def test_server_facts_are_read_from_several_routes(fake: FakeServer, serve
     facts = await server.facts()
     assert (facts.kind, facts.version, facts.model, facts.context) == ("vllm", "0.32.0", "toy", 64)
     assert facts.controls
-    assert facts.spans
     assert not facts.adapters
     assert facts.logprobs is None  # not reported without dev mode
     assert facts.details["root"] == "/toy"
@@ -180,23 +180,23 @@ def test_detokenization_is_enabled_only_for_stop_strings() -> None:
 def test_both_logprob_formats_are_parsed() -> None:
     completed = b'{"choices": [{"token_ids": [7, 8], "logprobs": {"token_logprobs": [-1.5, -2.5]}}]}'
     older = b'{"choices": [{"token_ids": [7], "logprobs": {"content": [{"token": "token_id:7", "logprob": -1.5}]}}]}'
-    assert parse_chunk("here", completed, "run") == Piece([7, 8], [-1.5, -2.5])
-    assert parse_chunk("here", older, "run") == Piece([7], [-1.5])
-    assert parse_chunk("here", b'{"choices": [], "usage": {}}', "run") is None
+    assert parse_chunk("here", completed, VERSION_OF) == Piece([7, 8], [-1.5, -2.5])
+    assert parse_chunk("here", older, VERSION_OF) == Piece([7], [-1.5])
+    assert parse_chunk("here", b'{"choices": [], "usage": {}}', VERSION_OF) is None
 
 
 @pytest.mark.parametrize("logprob", ["-9999.0", "NaN", "null", "1e999", "3.5"])
 def test_an_invalid_logprob_raises_server_faulty(logprob: str) -> None:
     text = f'{{"choices": [{{"token_ids": [7], "logprobs": {{"content": [{{"logprob": {logprob}}}]}}}}]}}'
     with pytest.raises(ServerFaulty):
-        parse_chunk("here", text.encode(), "run")
+        parse_chunk("here", text.encode(), VERSION_OF)
 
 
 @pytest.mark.parametrize(("label", "version"), [("run.7", 7), ("other.7", STALE), ("7", STALE), ("default", STALE)])
 def test_only_labels_of_this_run_are_read_as_versions(label: str, version: int) -> None:
     spans = [{"version": label, "start": 0, "end": 1}]
     choice = {"token_ids": [1], "logprobs": {"content": [{"logprob": -1}]}, "weight_versions": spans}
-    piece = parse_chunk("here", msgspec.json.encode({"choices": [choice]}), "run")
+    piece = parse_chunk("here", msgspec.json.encode({"choices": [choice]}), VERSION_OF)
     assert piece is not None
     assert piece.spans == [(version, 0, 1)]
 

@@ -26,8 +26,8 @@ import torch
 
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
 from outpace.engines.embedded.sampling import sample
-from outpace.engines.generation import Decode, StopStrings
-from outpace.errors import ContextFull, RequestFailed, plural
+from outpace.engines.generation import Decode, StopStrings, tokens_to_sample
+from outpace.errors import RequestFailed
 from outpace.runtime.rng import SEED_MASK, uniform_noise
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
 
@@ -84,18 +84,12 @@ class FinishedRequest:
 
 def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
     """Raise `RequestFailed` for input that would fail later or break the whole batch."""
-    if len(prompt) == 0:
-        raise RequestFailed("the prompt is empty")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
         raise RequestFailed(f"the prompt contains a token id outside the vocabulary of {vocabulary}")
-    if sampling.max_tokens < 1:
-        raise RequestFailed(f"max_tokens is {sampling.max_tokens}, must be at least 1")
     if not 0 <= sampling.temperature < float("inf"):
         raise RequestFailed(f"temperature is {sampling.temperature}, must be finite and not negative")
     if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
         raise RequestFailed(f"top_p is {sampling.top_p}, top_k is {sampling.top_k}: need 0 < top_p <= 1, top_k >= 0")
-    if "" in sampling.stop_strings:
-        raise RequestFailed("a stop string is empty")
 
 
 KvPolicy = Literal["keep", "recompute"]
@@ -172,16 +166,14 @@ class DecodeBatch:
 
     def submit(self, request_id: str, prompt: Ints, sampling: Sampling, min_version: Version) -> None:
         """Queue a request. Raise `RequestFailed`, changing nothing, when it can never be served."""
-        room = self.decoder.context - len(prompt)
-        if room <= 0:
-            raise ContextFull(f"the prompt has {plural(len(prompt), 'token')}, the context is {self.decoder.context}")
+        limit = tokens_to_sample(prompt, sampling, self.decoder.context)
         check_request(prompt, sampling, self.decoder.vocabulary)
         request = GenerationRequest(
             id=request_id,
             prompt=prompt,
             sampling=sampling,
             min_version=min_version,
-            limit=min(sampling.max_tokens, room),
+            limit=limit,
             stop_ids=frozenset(sampling.stop_ids),
             stop_strings=self._stop_strings_of(sampling.stop_strings),
         )

@@ -1,4 +1,4 @@
-"""The decoder protocol: one weight set and a KV cache with a fixed number of slots.
+"""The decoder: one weight set and a KV cache with a fixed number of slots.
 
 Invariants
 - `prefill` computes a slot's keys and values for a whole prefix and no logits: the last token of a sequence always
@@ -7,12 +7,19 @@ Invariants
 - A deterministic decoder keeps every shape fixed: the caller steps all slots, the key window is the whole context, and
   each prefix is computed alone in a shape that depends on its own length only.
 - `prepare` may run on any thread while the decoder is in use; call everything else from one thread.
+
+KV cache: the time axis doubles up to the context, so a long context costs memory only once a sequence needs it. On a
+GPU the memory of the smaller cache goes back to the driver: the larger cache cannot reuse it, and the learner may need
+it. Memory is zeroed, never uninitialized: a masked key has weight zero, but zero times NaN is NaN.
+
+Shapes: S slots, H key-value heads, T capacity, D head size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,62 +27,116 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outpace.errors import BadInput
+from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
 
 WINDOW_STEP: Final = 16
 """Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
+FIRST_CAPACITY = 128
+
 DecoderWeights = Mapping[str, Tensor]
 """A weight set in the decoder's layout, dtype and device."""
 
 
-class Decoder(Protocol):
+class SlotCache:
+    """Per layer, keys and values of shape S_H_T_D."""
+
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        preallocate: bool,
+    ) -> None:
+        """`shapes` is (heads, key size, value size) per layer; `preallocate` reserves the whole context at once."""
+        self.slots = slots
+        self.context = context
+        self.capacity = context if preallocate else min(context, FIRST_CAPACITY)
+        self.keys = [self._zeros(heads, size, dtype, device) for heads, size, _ in shapes]
+        self.values = [self._zeros(heads, size, dtype, device) for heads, _, size in shapes]
+
+    def _zeros(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.zeros(self.slots, heads, self.capacity, size, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def reserve(self, length: int) -> None:
+        """Grow the cache to hold sequences of `length` tokens."""
+        assert length <= self.context, f"{length} tokens in a context of {self.context}"
+        if length <= self.capacity:
+            return
+        self.capacity = min(self.context, max(length, 2 * self.capacity))
+        for tensors in (self.keys, self.values):
+            for layer in range(len(tensors)):
+                old = tensors[layer]
+                tensors[layer] = self._zeros(old.shape[1], old.shape[3], old.dtype, old.device)
+                tensors[layer][:, :, : old.shape[2]] = old
+                device = old.device
+                del old
+                release_unused_memory(device)
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[target, :, :length] = tensor[source, :, :length]
+
+    @torch.inference_mode()
+    def clear(self, slot: int) -> None:
+        for tensor in (*self.keys, *self.values):
+            tensor[slot].zero_()
+
+
+class Decoder(ABC):
     """A weight set with a KV cache for `slots` sequences of at most `context` tokens."""
 
-    @property
-    def slots(self) -> int: ...
+    vocabulary: int
 
-    @property
-    def context(self) -> int: ...
+    def __init__(self, slots: int, context: int, *, deterministic: bool) -> None:
+        self.slots, self.context, self.deterministic = slots, context, deterministic
 
-    @property
-    def vocabulary(self) -> int: ...
+    def _allocate(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the cache. `shapes` is (heads, key size, value size) per layer."""
+        self.device = device
+        self._cache = SlotCache(shapes, self.slots, self.context, dtype, device, preallocate=self.deterministic)
 
-    @property
-    def deterministic(self) -> bool: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
+    @abstractmethod
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
         """Compute the keys and values of each prefix and store them in its slot."""
-        ...
 
+    @abstractmethod
     def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
         """Feed one token per slot 0 … B-1 at its position; return the next token's logits_B_V in float32."""
-        ...
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` keys and values of one slot into another."""
-        ...
-
-    def clear(self, slot: int) -> None:
-        """Zero a slot. Needed only when it contains non-finite values."""
-        ...
-
+    @abstractmethod
     def prepare(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
         """Convert tensors with the names of the model's state dict into this decoder's layout.
 
         Raises `BadInput` when a tensor is missing or has the wrong shape. The result never aliases the input."""
-        ...
 
+    @abstractmethod
     def install(self, prepared: DecoderWeights) -> None:
         """Use these weights from the next call on."""
-        ...
 
+    @abstractmethod
     def sibling(self, prepared: DecoderWeights, slots: int | None = None) -> Decoder:
         """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
-        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` keys and values of one slot into another."""
+        self._cache.copy(source, target, length)
+
+    def clear(self, slot: int) -> None:
+        """Zero a slot. Needed only when it contains non-finite values."""
+        self._cache.clear(slot)
+
+    def _reserve_window(self, positions_B: NDArray[np.int64]) -> int:
+        """Return the number of keys that a step at these positions reads, with room for them in the cache."""
+        window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
+        self._cache.reserve(window)
+        return window
 
 
 def round_up(length: int, multiple: int = WINDOW_STEP) -> int:

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.engines.embedded.decoder import DecoderWeights, check_tensors, round_up
-from outpace.engines.embedded.kv_cache import SlotCache
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors, round_up
 from outpace.types import Ints
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
@@ -201,18 +200,15 @@ PREFILL_TOKENS = 4096
 """Maximum number of tokens, including padding, in one prefill pass."""
 
 
-class LlamaDecoder:
+class LlamaDecoder(Decoder):
     """`Decoder` for the Llama family."""
 
     def __init__(self, shape: LlamaShape, angles: Tensor, slots: int, context: int, *, deterministic: bool) -> None:
         """Build a decoder without weights: call `install` first, or use `from_model`."""
-        self.slots, self.context, self.deterministic = slots, context, deterministic
+        super().__init__(slots, context, deterministic=deterministic)
         self.vocabulary = shape.vocabulary
         self._shape, self._angles = shape, angles
-        per_layer = (shape.kv_heads, shape.head_dim, shape.head_dim)
-        self._cache = SlotCache(
-            [per_layer] * shape.layers, slots, context, shape.dtype, shape.device, preallocate=deterministic
-        )
+        self._allocate([(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers, shape.dtype, shape.device)
         self._row_heads_S_K = torch.arange(slots * shape.kv_heads, device=shape.device).view(slots, shape.kv_heads)
 
     @classmethod
@@ -222,10 +218,6 @@ class LlamaDecoder:
         decoder = cls(LlamaShape.from_model(model), angles, slots, context, deterministic=deterministic)
         decoder.install(decoder.prepare(model.state_dict()))
         return decoder
-
-    @property
-    def device(self) -> torch.device:
-        return self._shape.device
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -245,14 +237,6 @@ class LlamaDecoder:
         )
         decoder.install(prepared)
         return decoder
-
-    # --------------------------------------------------------------------------------------------------- cache
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._cache.copy(source, target, length)
-
-    def clear(self, slot: int) -> None:
-        self._cache.clear(slot)
 
     # ------------------------------------------------------------------------------------------------- compute
 
@@ -300,9 +284,7 @@ class LlamaDecoder:
         shape, cache, device = self._shape, self._cache, self._shape.device
         rows = len(tokens_B)
         heads = rows * shape.kv_heads
-        needed = int(positions_B.max()) + 1
-        window = self.context if self.deterministic else min(self.context, round_up(needed))
-        cache.reserve(window)
+        window = self._reserve_window(positions_B)
         position_B = torch.from_numpy(positions_B).to(device)
         place_BK = (self._row_heads_S_K[:rows] * cache.capacity + position_B.unsqueeze(1)).flatten()
         mask_BK_G_W = self._mask(position_B, window)

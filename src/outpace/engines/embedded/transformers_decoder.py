@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from outpace.engines.embedded.decoder import DecoderWeights, check_tensors, round_up
-from outpace.engines.embedded.kv_cache import SlotCache
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights, SlotCache, check_tensors, round_up
 from outpace.errors import BadInput
 from outpace.types import Ints
 
@@ -73,17 +72,16 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return query_length, 0  # unused: the mask is passed explicitly
 
 
-class TransformersDecoder:
+class TransformersDecoder(Decoder):
     """`Decoder` for any causal LM whose layers cache plain keys and values."""
 
     def __init__(self, model: PreTrainedModel, slots: int, context: int, *, deterministic: bool) -> None:
         """Take ownership of `model`. `from_model` copies it instead."""
-        self.slots, self.context, self.deterministic = slots, context, deterministic
+        super().__init__(slots, context, deterministic=deterministic)
         self._model = model
         self.vocabulary = len(model.get_input_embeddings().get_parameter("weight"))
-        self._device, self._dtype = model.device, model.dtype
         shapes = _cache_shapes(model)
-        self._cache = SlotCache(shapes, slots, context, self._dtype, self._device, preallocate=deterministic)
+        self._allocate(shapes, model.dtype, model.device)
         self._layers = [_SlotLayer(self._cache, layer) for layer in range(len(shapes))]
         self._view = Cache(layers=list(self._layers))
 
@@ -93,10 +91,6 @@ class TransformersDecoder:
     ) -> TransformersDecoder:
         """Build a decoder with a copy of the model."""
         return cls(copy.deepcopy(model).train(False), slots, context, deterministic=deterministic)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     # ------------------------------------------------------------------------------------------------- weights
 
@@ -119,14 +113,6 @@ class TransformersDecoder:
         decoder.install(prepared)
         return decoder
 
-    # --------------------------------------------------------------------------------------------------- cache
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._cache.copy(source, target, length)
-
-    def clear(self, slot: int) -> None:
-        self._cache.clear(slot)
-
     # ------------------------------------------------------------------------------------------------- compute
 
     @torch.inference_mode()
@@ -134,23 +120,22 @@ class TransformersDecoder:
         for slot, prefix in zip(slots, prefixes, strict=True):
             length = min(self.context, round_up(len(prefix)))
             self._cache.reserve(length)
-            tokens_1_L = torch.zeros(1, length, dtype=torch.int64, device=self._device)
+            tokens_1_L = torch.zeros(1, length, dtype=torch.int64, device=self.device)
             tokens_1_L[0, : len(prefix)] = torch.from_numpy(np.asarray(prefix, dtype=np.int64))
-            positions_1_L = torch.arange(length, device=self._device).unsqueeze(0)
+            positions_1_L = torch.arange(length, device=self.device).unsqueeze(0)
             self._forward(
                 self._model.base_model,
-                _ForwardPass(torch.tensor([slot], device=self._device), length, None),
+                _ForwardPass(torch.tensor([slot], device=self.device), length, None),
                 tokens_1_L,
                 positions_1_L,
             )
 
     @torch.inference_mode()
     def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
-        window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
-        self._cache.reserve(window)
-        position_B = torch.from_numpy(positions_B).to(self._device)
-        token_B = torch.from_numpy(tokens_B).to(self._device)
-        rows = torch.arange(len(tokens_B), device=self._device)
+        window = self._reserve_window(positions_B)
+        position_B = torch.from_numpy(positions_B).to(self.device)
+        token_B = torch.from_numpy(tokens_B).to(self.device)
+        rows = torch.arange(len(tokens_B), device=self.device)
         current = _ForwardPass(rows, window, position_B)
         output = self._forward(self._model, current, token_B.unsqueeze(1), position_B.unsqueeze(1))
         logits_B_V: Tensor = output.logits[:, -1].float()
@@ -170,7 +155,7 @@ class TransformersDecoder:
     def _masks(self, positions_B_L: Tensor, window: int) -> Tensor | dict[str, Tensor]:
         """Return the causal mask, or one mask per layer type for models with several."""
         config = self._model.config.get_text_config()
-        key_W = torch.arange(window, device=self._device)
+        key_W = torch.arange(window, device=self.device)
         visible = key_W <= positions_B_L.unsqueeze(-1)
         kinds = set(getattr(config, "layer_types", None) or ())
         sliding_window = getattr(config, "sliding_window", None)
@@ -182,8 +167,8 @@ class TransformersDecoder:
         return near
 
     def _additive(self, visible_B_L_W: Tensor) -> Tensor:
-        mask = torch.zeros(visible_B_L_W.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~visible_B_L_W, torch.finfo(self._dtype).min).unsqueeze(1)
+        mask = torch.zeros(visible_B_L_W.shape, dtype=self._model.dtype, device=self.device)
+        return mask.masked_fill_(~visible_B_L_W, torch.finfo(self._model.dtype).min).unsqueeze(1)
 
 
 @torch.inference_mode()

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.config import Config
-from outpace.engines.server.admission import ConcurrencyLimit
-from outpace.engines.server.checks import check_server, describe_failure, expected_token_ids
+from outpace.engines.server.checks import check_server, expected_token_ids, failures_explained
 from outpace.engines.server.commands import server_kind
 from outpace.engines.server.launch import (
-    AnyServer,
     LaunchPlan,
     ServerClaim,
     check_sampling,
@@ -21,23 +19,21 @@ from outpace.engines.server.launch import (
     server_at,
     wait_until_reachable,
 )
-from outpace.engines.server.protocol import STALE, ServerFacts, ServerRequirements, Transport
-from outpace.engines.server.server_engine import ServerEngine, ServerEngineSettings
+from outpace.engines.server.protocol import STALE, Server, ServerFacts, Transport
+from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.server_process import ServerProcess, keep_log_copy
-from outpace.engines.server.state import HealthMachine
+from outpace.engines.server.state import ServerEngineSettings
 from outpace.engines.server.transports import (
     AdapterTransport,
     CollectiveTransport,
     FilesTransport,
     MemoryTransport,
     SendWeights,
-    SglangAdapters,
-    SglangFiles,
+    sglang_reload,
 )
 from outpace.errors import BadInput, ServerFailed
 from outpace.hardware.cores import engine_threads
 from outpace.hardware.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
-from outpace.models.loading import BUILT_IN, SMOLLM2, resolve_model
 from outpace.runtime.cleanup import temporary_files_environment
 from outpace.weights.delta import LocalSnapshot
 
@@ -85,9 +81,11 @@ async def build_server_engine(
             raise
         try:
             claim = claim or await _claim(server.url, place)
-            facts = await check_server(server, requirements_of(config, await tokens))
-            door = _make_engine(config, place, server, facts, process, stale, send, claim)
-            return await _start(door, server)
+            facts = await check_server(server, config, await tokens)
+            engine = _make_engine(config, place, server, facts, process, stale, send, claim)
+            with failures_explained(server.url):
+                await engine.start()
+            return engine
         except BaseException:
             _release(claim)
             await server.close()
@@ -108,7 +106,7 @@ def _release(claim: ServerClaim | None) -> None:
         claim.release()
 
 
-async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
     """Launch a server. A run that fails to start removes its directory, so errors then name a copy of the log."""
     recipe = await LaunchPlan.of(config, place.scratch, place.incarnation)
     log_path = place.logs / f"{place.name}-server.log"
@@ -119,12 +117,12 @@ async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[AnyS
     return started.server, started.process
 
 
-async def _connect(config: Config, place: EngineSetup, stale: bool) -> tuple[AnyServer, ServerProcess | None]:
+async def _connect(config: Config, place: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
     """Connect to a running server. If `stale`, wait up to launch.start_s for it to come back, else fail at once."""
     server = server_at(config, place.url, place.incarnation)
     try:
         await wait_until_reachable(server, config.launch.start_s if stale else 0.0)
-        await check_server(server, requirements_of(config, {}))  # before sampling, which may take a while
+        await check_server(server, config, {})  # before sampling, which may take a while
         if not stale:
             await _warn_about_other_clients(server)
         await check_sampling(server)
@@ -134,7 +132,7 @@ async def _connect(config: Config, place: EngineSetup, stale: bool) -> tuple[Any
     return server, None
 
 
-async def _warn_about_other_clients(server: AnyServer) -> None:
+async def _warn_about_other_clients(server: Server) -> None:
     """Warn about requests that are not ours. They may be of a run on another machine, which `ServerClaim` cannot see
     and whose updates would replace our weights."""
     try:
@@ -151,37 +149,10 @@ async def _warn_about_other_clients(server: AnyServer) -> None:
         )
 
 
-async def _start(door: ServerEngine, server: AnyServer) -> ServerEngine:
-    try:
-        await door.start()
-    except ServerFailed as failed:
-        raise BadInput(describe_failure(server.url, failed)) from failed
-    return door
-
-
-def requirements_of(config: Config, tokens: dict[str, list[int]]) -> ServerRequirements:
-    return ServerRequirements(
-        model=_model_name(config.model.path),
-        dtype=config.model.dtype,
-        context=config.engine.context,
-        tokenizer=tokens,
-        transport=transport_of(config),
-        adapters=config.lora.rank > 0,
-        temperature=config.rollout.temperature,
-        lora_rank=config.lora.rank,
-    )
-
-
-def _model_name(path: str) -> str:
-    """The model directory if it is local, else its Hub name."""
-    is_here = path in BUILT_IN or path == SMOLLM2 or Path(path).expanduser().exists()
-    return str(resolve_model(path)) if is_here else path
-
-
 def _make_engine(
     config: Config,
     place: EngineSetup,
-    server: AnyServer,
+    server: Server,
     facts: ServerFacts,
     process: ServerProcess | None,
     stale: bool,
@@ -206,10 +177,10 @@ def _make_engine(
         threads=engine_threads(config) if counts_cores else 0,
     )
     weights = transport_for(config, place, server, send)
-    return ServerEngine(server, weights, HealthMachine(), ConcurrencyLimit(slots), settings, process, claim)
+    return ServerEngine(server, weights, settings, process, claim)
 
 
-def transport_for(config: Config, place: EngineSetup, server: AnyServer, send: SendWeights | None) -> Transport:
+def transport_for(config: Config, place: EngineSetup, server: Server, send: SendWeights | None) -> Transport:
     """The transport selected by the config. Files are written to a directory of this engine."""
     http, control_s, name = server.http, config.engine.control_s, transport_of(config)
     directory = _weights_directory(config, place)
@@ -217,8 +188,9 @@ def transport_for(config: Config, place: EngineSetup, server: AnyServer, send: S
     if server_kind(config) == "sglang":
         if name != "files":
             raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
-        adapts = config.lora.rank > 0
-        return SglangAdapters(http, control_s, directory) if adapts else SglangFiles(http, control_s, directory, copy)
+        if config.lora.rank:
+            return AdapterTransport(http, control_s, directory, routes="")
+        return FilesTransport(http, control_s, directory, copy, sglang_reload)
     if config.lora.rank:
         return AdapterTransport(http, control_s, directory)
     if name == "files":

@@ -9,32 +9,44 @@ engine does not have room for, so `python -m <this module> MODEL` does it in a s
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from outpace.engines.server.commands import check_version, vllm_lora_rank
-from outpace.engines.server.protocol import ServerFacts, ServerRequirements
-from outpace.engines.server.server_base import Server
+from outpace.config import Config
+from outpace.engines.server.commands import check_version, run_program, vllm_lora_rank
+from outpace.engines.server.protocol import Server, ServerFacts
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
-from outpace.models.loading import load_tokenizer
+from outpace.hardware.placement import transport_of
+from outpace.models.loading import BUILT_IN, SMOLLM2, load_tokenizer, resolve_model
 
 ARCHITECTURE_KEYS = ("architectures", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Config keys that must agree for two model directories to have the same architecture."""
 
 
-async def check_server(server: Server, wanted: ServerRequirements) -> ServerFacts:
-    """Return the server's info. Raises `BadInput` if the run cannot use the server."""
-    try:
+async def check_server(server: Server, config: Config, tokens: dict[str, list[int]]) -> ServerFacts:
+    """Return the server's info. Raises `BadInput` if the run cannot use the server. `tokens`: texts and their ids by
+    the run's tokenizer."""
+    with failures_explained(server.url):
         facts = await server.facts()
-        _check_info(server.url, facts, wanted)
-        await _check_tokenizer(server, facts, wanted)
-    except ServerFailed as failed:
-        raise BadInput(describe_failure(server.url, failed)) from failed
+        check_version(facts.kind, facts.version, server.url)
+        if problem := _first_problem(facts, config):
+            raise BadInput(f"{server.url}: {problem}")
+        await _check_tokenizer(server, facts, config, tokens)
     return facts
+
+
+@contextmanager
+def failures_explained(url: str) -> Iterator[None]:
+    """Raise `BadInput` with what to check for a server that cannot be queried."""
+    try:
+        yield
+    except ServerFailed as failed:
+        raise BadInput(describe_failure(url, failed)) from failed
 
 
 def describe_failure(url: str, failed: ServerFailed) -> str:
@@ -56,104 +68,68 @@ def describe_failure(url: str, failed: ServerFailed) -> str:
     return f"{url}: {cause}"
 
 
-# ------------------------------------------------------------------------------------------------------------- rules
+def _first_problem(facts: ServerFacts, config: Config) -> str | None:
+    return next(chain(_sampling_problems(facts, config), _update_problems(facts, config)), None)
 
 
-def _check_info(url: str, facts: ServerFacts, wanted: ServerRequirements) -> None:
-    check_version(facts.kind, facts.version, url)
-    for rule in _RULES:
-        for complaint in rule(facts, wanted):
-            raise BadInput(f"{url}: {complaint}")
-
-
-def _check_controls(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
+def _sampling_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
+    """Yield what makes the server sample from something other than the run's model."""
+    sglang = facts.kind == "sglang"
     if not facts.controls:
-        vllm = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
-        sglang = "set the environment variable named by engine.api_key_env to its admin key"
-        yield f"the server cannot be paused and updated; {sglang if facts.kind == 'sglang' else vllm}"
-
-
-def _check_logprobs(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
+        admin_key = "set the environment variable named by engine.api_key_env to its admin key"
+        dev_mode = "start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        yield f"the server cannot be paused and updated; {admin_key if sglang else dev_mode}"
     if facts.logprobs not in (None, "processed_logprobs", "processed"):
-        vllm = "start it with --logprobs-mode processed_logprobs"
-        sglang = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+        without = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+        processed = "start it with --logprobs-mode processed_logprobs"
         yield (
             f"the server reports {facts.logprobs} logprobs, not those of the distribution it samples from; "
-            f"{sglang if facts.kind == 'sglang' else vllm}"
+            f"{without if sglang else processed}"
+        )
+    root, model = str(facts.details.get("root") or facts.model), _model_name(config)
+    if _is_another_model(root, model):
+        yield f"the server has {root}, the run trains {model}; start it with the same model or change model.path"
+    dtype = config.model.dtype
+    if facts.dtype is not None and facts.dtype != dtype:
+        yield f"the server uses {facts.dtype}, model.dtype is {dtype}; start it with --dtype {dtype}"
+    context = config.engine.context
+    if facts.context is not None and context is not None and facts.context < context:
+        yield (
+            f"the server's context is {facts.context} tokens, the run needs {context}; start it with "
+            f"{'--context-length' if sglang else '--max-model-len'} {context} or lower engine.context"
         )
 
 
-def _check_model(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    root = str(facts.details.get("root") or facts.model)
-    if _is_another_model(root, wanted.model):
-        yield f"the server has {root}, the run trains {wanted.model}; start it with the same model or change model.path"
-
-
-def _check_dtype(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    if facts.dtype is not None and facts.dtype != wanted.dtype:
-        yield f"the server uses {facts.dtype}, model.dtype is {wanted.dtype}; start it with --dtype {wanted.dtype}"
-
-
-def _check_context(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    if facts.context is not None and wanted.context is not None and facts.context < wanted.context:
-        flag = "--context-length" if facts.kind == "sglang" else "--max-model-len"
+def _update_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
+    """Yield why the server cannot load the run's weights."""
+    sglang, transport, rank = facts.kind == "sglang", transport_of(config), config.lora.rank
+    if not sglang and not rank and not facts.plugin:
+        if transport != "files":
+            yield (
+                f'weights.transport "{transport}" needs outpace\'s plugin; start the server with `outpace serve` '
+                'or set weights.transport = "files"'
+            )
+        # On a CPU, vLLM computes the output head from a packed copy. If the head is tied to the embeddings, a reload
+        # does not update the copy, and the server silently samples from old weights. The plugin fixes that.
+        models = (_model_name(config), str(facts.details.get("root")))
+        if facts.details.get("device") == "cpu" and any(_ties_embeddings(model) for model in models):
+            yield (
+                "a CPU server without outpace's plugin does not update the output head of this model, which is tied to "
+                "its embeddings; start it with `outpace serve`"
+            )
+    if rank and not facts.adapters:
+        also = "" if sglang else " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+        yield f"the server does not accept adapters, which lora.rank needs; start it with --enable-lora{also}"
+    most = facts.details.get("max_lora_rank")
+    if isinstance(most, int) and most < rank:
         yield (
-            f"the server's context is {facts.context} tokens, the run needs {wanted.context}; "
-            f"start it with {flag} {wanted.context} or lower engine.context"
-        )
-
-
-def _check_plugin(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    if facts.kind == "vllm" and wanted.transport != "files" and not wanted.adapters and not facts.plugin:
-        yield (
-            f'weights.transport "{wanted.transport}" needs outpace\'s plugin; start the server with `outpace serve` '
-            'or set weights.transport = "files"'
-        )
-
-
-def _check_tied_head(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    """On a CPU, vLLM computes the output head from a packed copy. If the head is tied to the embeddings, a reload does
-    not update the copy, and the server silently samples from old weights. The plugin fixes that."""
-    if facts.kind != "vllm" or facts.details.get("device") != "cpu" or facts.plugin or wanted.adapters:
-        return
-    if _ties_embeddings(wanted.model) or _ties_embeddings(str(facts.details.get("root"))):
-        yield (
-            "a CPU server without outpace's plugin does not update the output head of this model, which is tied to its "
-            "embeddings; start it with `outpace serve`"
+            f"the server accepts adapters up to rank {most}, lora.rank is {rank}; "
+            f"start it with --max-lora-rank {rank if sglang else vllm_lora_rank(rank)} or lower lora.rank"
         )
 
 
 def _ties_embeddings(model: str) -> bool:
     return _config_of(model).get("tie_word_embeddings") is True
-
-
-def _check_adapters(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    if wanted.adapters and not facts.adapters:
-        also = "" if facts.kind == "sglang" else " and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
-        yield f"the server does not accept adapters, which lora.rank needs; start it with --enable-lora{also}"
-
-
-def _check_lora_rank(facts: ServerFacts, wanted: ServerRequirements) -> Iterator[str]:
-    most = facts.details.get("max_lora_rank")
-    if wanted.adapters and isinstance(most, int) and most < wanted.lora_rank:
-        rank = wanted.lora_rank if facts.kind == "sglang" else vllm_lora_rank(wanted.lora_rank)
-        yield (
-            f"the server accepts adapters up to rank {most}, lora.rank is {wanted.lora_rank}; "
-            f"start it with --max-lora-rank {rank} or lower lora.rank"
-        )
-
-
-_RULES = (
-    _check_controls,
-    _check_logprobs,
-    _check_model,
-    _check_dtype,
-    _check_context,
-    _check_plugin,
-    _check_tied_head,
-    _check_adapters,
-    _check_lora_rank,
-)
 
 
 def _is_another_model(server_model: str, run_model: str) -> bool:
@@ -185,14 +161,21 @@ def _is_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or Path(model).exists()
 
 
-async def _check_tokenizer(server: Server, facts: ServerFacts, wanted: ServerRequirements) -> None:
+def _model_name(config: Config) -> str:
+    """The model directory if it is local, else its Hub name."""
+    path = config.model.path
+    is_here = path in BUILT_IN or path == SMOLLM2 or Path(path).expanduser().exists()
+    return str(resolve_model(path)) if is_here else path
+
+
+async def _check_tokenizer(server: Server, facts: ServerFacts, config: Config, tokens: dict[str, list[int]]) -> None:
     flag = "--tokenizer-path" if facts.kind == "sglang" else "--tokenizer"
-    for text, ids in wanted.tokenizer.items():
+    for text, ids in tokens.items():
         found = await server.tokenized(text)
         if found is not None and found != ids:
             raise BadInput(
                 f"{server.url}: the server tokenizes {text!r} as {_shortened(found)}, the run as {_shortened(ids)}; "
-                f"start it with {flag} {wanted.model}"
+                f"start it with {flag} {_model_name(config)}"
             )
 
 
@@ -217,21 +200,10 @@ TRUST_FLAG = "--trust-remote-code"
 async def expected_token_ids(model: str, trust_remote_code: bool) -> dict[str, list[int]]:
     """Texts and their token ids by the run's tokenizer."""
     trust_arguments = [TRUST_FLAG] if trust_remote_code else []
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, model, *trust_arguments,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(TOKENIZER_TIMEOUT_S):
-            answer, errors = await process.communicate()
-    except TimeoutError:
-        raise BadInput(f"model.path {model}: the tokenizer did not load within {TOKENIZER_TIMEOUT_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    argv = [sys.executable, "-m", __name__, model, *trust_arguments]
+    code, answer, errors = await run_program(argv, TOKENIZER_TIMEOUT_S, f"model.path {model}: loading the tokenizer")
+    if code:
+        last = errors.rpartition("\n")[2]
         raise BadInput(f"model.path {model}: no usable tokenizer: {one_line(last)}")
     found: dict[str, list[int]] = json.loads(answer)
     return found

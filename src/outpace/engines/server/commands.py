@@ -87,26 +87,34 @@ async def installed_server(python: str, kind: str, env: Mapping[str, str]) -> In
 
 
 async def _run_version_script(python: str, kind: str, env: Mapping[str, str]) -> str:
+    argv, where = [python, "-c", _VERSION_SCRIPT, *_DISTRIBUTIONS[kind]], f"launch.python {python}"
     try:
-        process = await asyncio.create_subprocess_exec(
-            python, "-c", _VERSION_SCRIPT, *_DISTRIBUTIONS[kind], env=dict(env), stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        code, answer, errors = await run_program(argv, VERSION_TIMEOUT_S, where, env)
     except OSError as error:
-        raise BadInput(f"launch.python {python}: cannot start: {error.strerror}") from error
+        raise BadInput(f"{where}: cannot start: {error.strerror}") from error
+    if code:
+        raise BadInput(f"{where}: not a usable Python: {one_line(errors) or f'exit code {code}'}")
+    return answer
+
+
+async def run_program(
+    argv: Sequence[str], timeout_s: float, what: str, env: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
+    """Run a program to its end; return exit code, output and errors. Raises `BadInput`, naming `what`, after
+    `timeout_s`."""
+    process = await asyncio.create_subprocess_exec(
+        *argv, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
     try:
-        async with asyncio.timeout(VERSION_TIMEOUT_S):
-            answer, errors = await process.communicate()
+        async with asyncio.timeout(timeout_s):
+            output, errors = await process.communicate()
     except TimeoutError:
-        raise BadInput(f"launch.python {python}: no answer within {VERSION_TIMEOUT_S:g} s") from None
+        raise BadInput(f"{what}: no answer within {timeout_s:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode:
-        message = one_line(errors.decode(errors="replace"))
-        raise BadInput(f"launch.python {python}: not a usable Python: {message or f'exit code {process.returncode}'}")
-    return answer.decode(errors="replace").strip()
+    return process.returncode, output.decode(errors="replace").strip(), errors.decode(errors="replace").strip()
 
 
 ServerKind = Literal["vllm", "sglang"]

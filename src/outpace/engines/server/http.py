@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import aiohttp
@@ -62,7 +62,7 @@ T = TypeVar("T")
 _CONNECT_S = 10.0
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S, _JITTER = 0.25, 8.0, 0.5
 _KEEP_ALIVE_S = 2.0  # below uvicorn's 5 s: a request sent on a connection the server is closing would be lost
-_ERROR_BODY_S = 10.0  # timeout for the body of an error response
+_ERROR_BODY_S = 5.0  # timeout for the body of an error response
 _BUSY = frozenset({408, 429})
 _TLS_ALERT = b"\x15\x03"  # first bytes of a TLS alert, as a plain HTTP client sees it
 
@@ -96,27 +96,16 @@ class HttpClient:
         """POST and return the JSON response; None if it is empty. Retried only if `repeatable`."""
         return _decode(f"{self.url}{path}", await self._read("POST", path, body, deadline_s, query, repeatable))
 
-    async def events(
-        self, path: str, body: Any, *, first_s: float | None = None, idle_s: float | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the payloads of a stream of server-sent events, up to `[DONE]`. Closing it early ends the request.
-
-        `first_s` bounds the wait for the first payload, `idle_s` the wait for each later one; None: unbounded."""
-        where, wait_s, parser = f"{self.url}{path}", first_s, EventStreamParser()
-        async with self._response("POST", path, body, None, wait_s) as response, aclosing(_chunks(response)) as chunks:
-            while True:
-                payloads: list[bytes] = []
-                async with _deadline(where, wait_s):
-                    while not payloads:
-                        chunk = await anext(chunks, None)
-                        if chunk is None:
-                            raise ServerGone(f"{where}: the server closed the stream before its end")
-                        payloads = parser.feed(chunk)
-                for payload in payloads:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
+        """Yield the payloads of a stream of server-sent events, up to `[DONE]`. Closing it early ends the request."""
+        parser = EventStreamParser()
+        async with self._response("POST", path, body, None) as response:
+            async for chunk in response.content.iter_any():
+                for payload in parser.feed(chunk):
                     if payload == b"[DONE]":
                         return
                     yield payload
-                wait_s = idle_s
+        raise ServerGone(f"{self.url}{path}: the server closed the stream before its end")
 
     async def close(self) -> None:
         self._closed = True
@@ -134,8 +123,8 @@ class HttpClient:
     ) -> bytes:
         async def once() -> bytes:
             async with (
-                _deadline(f"{self.url}{path}", deadline_s),
-                self._response(method, path, body, query, None) as response,
+                deadline(f"{self.url}{path}", deadline_s),
+                self._response(method, path, body, query) as response,
             ):
                 return await response.read()
 
@@ -143,20 +132,19 @@ class HttpClient:
 
     @asynccontextmanager
     async def _response(
-        self, method: str, path: str, body: Any, query: Mapping[str, str] | None, head_s: float | None
+        self, method: str, path: str, body: Any, query: Mapping[str, str] | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Open a successful response. Every failure, here or while the caller reads it, is raised as `ServerFailed`."""
         where = f"{self.url}{path}"
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         data = None if body is None else msgspec.json.encode(body)
         try:
-            async with _deadline(where, head_s):
-                response = await self._client_session().request(
-                    method, where, data=data, params=query, headers=headers, allow_redirects=False
-                )
+            response = await self._client_session().request(
+                method, where, data=data, params=query, headers=headers, allow_redirects=False
+            )
             try:
                 if response.status >= 300:
-                    raise await _error_of(where, response, head_s)
+                    raise await _error_of(where, response)
                 yield response
             finally:
                 # A failing server closes the connection after its response: do not reuse it.
@@ -189,13 +177,8 @@ async def with_retries(call: Callable[[], Awaitable[T]], retries: int) -> T:
     return await call()
 
 
-async def _chunks(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    async for chunk in response.content.iter_any():
-        yield chunk
-
-
 @asynccontextmanager
-async def _deadline(where: str, seconds: float | None) -> AsyncIterator[None]:
+async def deadline(where: str, seconds: float) -> AsyncIterator[None]:
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
@@ -215,10 +198,10 @@ def _decode(where: str, body: bytes) -> Any:
         raise ServerFaulty(f"{where}: the response is not JSON ({error}): {one_line(body[:200])}") from error
 
 
-async def _error_of(where: str, response: aiohttp.ClientResponse, within_s: float | None) -> ServerFailed:
+async def _error_of(where: str, response: aiohttp.ClientResponse) -> ServerFailed:
     """The error for an error response. Its status counts even if the body never arrives."""
     try:
-        async with asyncio.timeout(min(within_s or _ERROR_BODY_S, _ERROR_BODY_S)):
+        async with asyncio.timeout(_ERROR_BODY_S):
             message_body = await response.content.read(4096)
     except TimeoutError:
         message_body = b"(no response body)"

@@ -26,7 +26,7 @@ from pathlib import Path
 from outpace.config import Config
 from outpace.config.engines import server_address
 from outpace.config.validation import API_KEY_HINT
-from outpace.engines.server.checks import describe_failure
+from outpace.engines.server.checks import describe_failure, failures_explained
 from outpace.engines.server.commands import (
     InstalledServer,
     ServerCommand,
@@ -38,7 +38,7 @@ from outpace.engines.server.commands import (
     server_python,
 )
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.server_base import Server
+from outpace.engines.server.protocol import Server
 from outpace.engines.server.server_process import (
     HOST,
     ServerProcess,
@@ -115,10 +115,8 @@ async def resume_if_left_paused(server: Server) -> None:
 
 async def check_sampling(server: Server) -> None:
     """Raise `BadInput` unless the server can sample a token."""
-    try:
+    with failures_explained(server.url):
         await server.probe(FIRST_TOKEN_S)
-    except ServerFailed as failed:
-        raise BadInput(describe_failure(server.url, failed)) from failed
 
 
 async def _probe_once(server: Server, ended: asyncio.Task[str], left_s: float) -> bool:
@@ -158,19 +156,15 @@ def describe_exit(how: str, process: ServerProcess) -> str:
     return f"the server {how}{f': {cause}' if cause else ''}; see {process.log_path}"
 
 
-AnyServer = VllmServer | SglangServer
-
-
-def server_at(config: Config, url: str, incarnation: str = "outpace") -> AnyServer:
+def server_at(config: Config, url: str, incarnation: str = "outpace") -> Server:
     """The client for a server of the configured kind. `incarnation` is that of the run that labels its weights. Raises
     `BadInput`, without revealing the URL, if the URL contains a password."""
     if "@" in url:
         raise BadInput(f"a server URL contains a user name or password; {API_KEY_HINT}")
     engine = config.engine
     http = HttpClient(url, os.environ.get(engine.api_key_env) or None, engine.retries)
-    if server_kind(config) == "sglang":
-        return SglangServer(http, control_s=engine.control_s, seeded=engine.seeded)
-    return VllmServer(http, control_s=engine.control_s, seeded=engine.seeded, incarnation=incarnation)
+    kind = SglangServer if server_kind(config) == "sglang" else VllmServer
+    return kind(http, control_s=engine.control_s, seeded=engine.seeded, incarnation=incarnation)
 
 
 PORTS_TRIED = 5
@@ -180,7 +174,7 @@ PORTS_TRIED = 5
 class LaunchedServer:
     """A launched server that is ready."""
 
-    server: AnyServer
+    server: Server
     process: ServerProcess
 
     async def stop(self) -> None:

@@ -22,18 +22,17 @@ from contextlib import aclosing
 
 import msgspec
 
+from outpace.engines.generation import tokens_to_sample
 from outpace.engines.server.admission import EarlyStop
 from outpace.engines.server.protocol import ServerRequest
 from outpace.engines.server.state import ActiveRequest, ServerState
 from outpace.errors import (
-    ContextFull,
     RequestFailed,
     ServerFailed,
     ServerFaulty,
     ServerRefused,
     ServerSilent,
     one_line,
-    plural,
 )
 from outpace.types import Generation, Ints, Sampling, StopReason, Version
 
@@ -55,7 +54,9 @@ class RequestRunner:
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        state, sampling = self._state, self._clamped(token_ids, sampling)
+        state = self._state
+        limit = tokens_to_sample(token_ids, sampling, state.settings.context)
+        sampling = msgspec.structs.replace(sampling, max_tokens=limit)
         with state.active_requests.open(request_id, ActiveRequest(request_id, self._spans)) as request:
             ending = await self._admitted(
                 request, lambda: state.accepts_requests and state.loaded_versions.admits(min_version, pinned)
@@ -202,18 +203,3 @@ class RequestRunner:
             salt=f"{self._state.settings.incarnation}.{version}",
             adapter=self._state.loaded_versions.adapter(version),
         )
-
-    def _clamped(self, token_ids: Ints, sampling: Sampling) -> Sampling:
-        """Reject requests that can never be served, and cap `max_tokens` to the context."""
-        if len(token_ids) == 0:
-            raise RequestFailed("the prompt is empty")
-        if sampling.max_tokens < 1:
-            raise RequestFailed(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
-        if "" in sampling.stop_strings:
-            raise RequestFailed("a stop string is empty")
-        context = self._state.settings.context
-        if context is None:
-            return sampling
-        if len(token_ids) >= context:
-            raise ContextFull(f"the prompt has {plural(len(token_ids), 'token')}; the context is {context}")
-        return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, context - len(token_ids)))

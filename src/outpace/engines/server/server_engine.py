@@ -22,18 +22,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from outpace.engines.server.admission import ConcurrencyLimit
 from outpace.engines.server.health import HealthMonitor, ProcessHandle
 from outpace.engines.server.launch import ServerClaim, resume_if_left_paused
-from outpace.engines.server.protocol import STALE, Transport
+from outpace.engines.server.protocol import STALE, Server, Transport
 from outpace.engines.server.request import RequestRunner
-from outpace.engines.server.server_base import Server
-from outpace.engines.server.state import HealthMachine, ServerEngineSettings, ServerState
+from outpace.engines.server.state import ServerEngineSettings, ServerState
 from outpace.engines.server.weight_update import WeightUpdater
 from outpace.errors import ComponentFailed, RequestFailed, ServerFailed
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
-
-__all__ = ["ServerEngine", "ServerEngineSettings"]
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +46,12 @@ class ServerEngine:
         self,
         server: Server,
         transport: Transport,
-        health: HealthMachine,
-        limit: ConcurrencyLimit,
         settings: ServerEngineSettings,
         process: ProcessHandle | None = None,
         claim: ServerClaim | None = None,
     ) -> None:
         self._claim = claim
-        self._state = ServerState(server, health, limit, settings)
+        self._state = ServerState(server, settings)
         self._process = process
         self._labels = transport.needs_pause  # with adapters, the version is part of the adapter name
         self._runner = RequestRunner(self._state, spans=self._labels)

@@ -26,22 +26,27 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import Piece, Pressure, ServerFacts, ServerRequest, VersionSpan
-from outpace.engines.server.server_base import (
+from outpace.engines.server.protocol import (
     QUERY_S,
+    Piece,
+    Pressure,
     Server,
+    ServerFacts,
+    ServerRequest,
+    VersionOf,
+    VersionSpan,
     check_logprobs,
     decode_chunk,
     read_models,
+    sampling_parameters,
     stream_error,
 )
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line, plural
@@ -73,9 +78,8 @@ class _HttpRequest:
 class SglangServer(Server):
     """Client of one SGLang server."""
 
-    def __init__(self, http: HttpClient, *, control_s: float = 120.0, seeded: bool = False) -> None:
-        super().__init__(http, control_s=control_s, seeded=seeded)
-        self._label_prefix = f"outpace-{uuid.uuid4().hex[:12]}-"  # unique prefix of our weight labels
+    def __init__(self, http: HttpClient, **settings: Any) -> None:
+        super().__init__(http, **settings)
         self._version: Version | None = None  # current label
         self._retracted = 0
         self._paused_at = 0.0  # when it was paused
@@ -111,14 +115,6 @@ class SglangServer(Server):
     async def abort(self, request_ids: list[str]) -> bool:
         await self._cut([sent for name in request_ids if (sent := self._active.get(name))], "aborted")
         return True
-
-    async def probe(self, deadline_s: float) -> None:
-        request = ServerRequest("probe", np.zeros(1, dtype=np.int32), Sampling(max_tokens=1, seed=0), salt="probe")
-        body = {**request_body(request, uuid.uuid4().hex, seeded=False), "stream": False}
-        reply = await self.http.post(GENERATE, body, deadline_s=deadline_s)
-        piece = ChunkReader(f"{self.url}{GENERATE}", None, self._version_of).parse_chunk(msgspec.json.encode(reply))
-        if not piece.tokens:
-            raise ServerFaulty(f"{self.url}: a probe returned no token")
 
     async def pressure(self) -> Pressure:
         pressure = pressure_of(await read_loads(self.http), self._retracted)
@@ -182,10 +178,6 @@ class SglangServer(Server):
         except ServerFailed:
             return  # requests and probes will report the failure
 
-    def _version_of(self, label: str) -> Version | None:
-        own = label.removeprefix(self._label_prefix)
-        return int(own) if own != label and own.isdecimal() else None
-
 
 LogprobEntry = tuple[float | None, int, str | None]
 """One token: (logprob, id, text)."""
@@ -219,9 +211,9 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 class ChunkReader:
     """Parses the stream of one request. `sent`: the version when the request was sent; None if unknown, and then there
-    are no spans. `version_of` maps a label to its version, or to None if the label is not ours."""
+    are no spans."""
 
-    def __init__(self, where: str, sent: Version | None, version_of: Callable[[str], Version | None]) -> None:
+    def __init__(self, where: str, sent: Version | None, version_of: VersionOf) -> None:
         self.spans: list[VersionSpan] = []
         self._where = where
         self._version = sent
@@ -294,9 +286,7 @@ class ChunkReader:
 
 
 def request_body(request: ServerRequest, rid: str, *, seeded: bool) -> dict[str, Any]:
-    """Request body for a stream of tokens and logprobs. `rid` is the request id on the server.
-
-    Every sampling parameter is sent, so neither the server's defaults nor the model's generation config apply."""
+    """Request body for a stream of tokens and logprobs. `rid` is the request id on the server."""
     return {
         "rid": rid,
         "input_ids": request.token_ids.tolist(),
@@ -313,30 +303,19 @@ def request_body(request: ServerRequest, rid: str, *, seeded: bool) -> dict[str,
 
 def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
     """Sampling parameters. `ignore_eos` would also disable our stop ids, so it is set only if there are none."""
-    return {
-        "n": 1,
+    return sampling_parameters(sampling) | {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": 0,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "stop": sampling.stop_strings,
-        "stop_token_ids": sampling.stop_ids,
         "ignore_eos": not sampling.stop_ids,
         "no_stop_trim": True,
-        "skip_special_tokens": False,  # a stop string may be a special token
-        "spaces_between_special_tokens": False,
         **({"sampling_seed": sampling.seed & _SEED_MASK} if seeded else {}),
     }
 
 
 async def read_facts(http: HttpClient) -> ServerFacts:
     """Query the server's info, and resume the server. `details` has the model name or path (`root`), the maximum number
-    of concurrent sequences (`slots`), whether it streams only new tokens, and whether it has a tokenizer."""
+    of concurrent sequences (`slots`) and `max_lora_rank`."""
     reply, models = await _settings(http), await read_models(http)
     controls = await _controls(http)
     dtype = reply.get("dtype")
@@ -348,15 +327,11 @@ async def read_facts(http: HttpClient) -> ServerFacts:
         dtype=None if dtype in (None, _UNRESOLVED) else str(dtype),
         logprobs=await _logprobs_mode(http),
         controls=controls,
-        spans=True,
         adapters=bool(reply.get("enable_lora")),
         details={
             "root": reply["model_path"],  # not from /model_info: that is the directory of the last update
             "slots": reply.get("max_running_requests"),
-            "incremental": bool(reply.get("incremental_streaming_output")),
-            "tokenizer": not reply.get("skip_tokenizer_init"),
             "max_lora_rank": reply.get("max_lora_rank"),
-            "deterministic": bool(reply.get("enable_deterministic_inference")),
         },
     )
 

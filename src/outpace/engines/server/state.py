@@ -37,8 +37,7 @@ import numpy as np
 
 from outpace.engines.generation import OpenStreams, TokenStream
 from outpace.engines.server.admission import AdmissionQueue, BusyClock, ConcurrencyLimit, LoadedVersions
-from outpace.engines.server.protocol import STALE, Piece, ServerRequest, VersionSpan
-from outpace.engines.server.server_base import Server
+from outpace.engines.server.protocol import STALE, Piece, Server, ServerRequest, VersionSpan
 from outpace.errors import ServerFailed, ServerFaulty, plural
 from outpace.types import Generation, Health, StopReason, Version
 
@@ -249,15 +248,13 @@ class EngineCounters:
 class ServerState:
     """State shared by RequestRunner, WeightUpdater and HealthMonitor. Call `react` after changing any of it."""
 
-    def __init__(
-        self, server: Server, health: HealthMachine, limit: ConcurrencyLimit, settings: ServerEngineSettings
-    ) -> None:
+    def __init__(self, server: Server, settings: ServerEngineSettings) -> None:
         self.server = server
-        self.health = health
-        self.limit = limit
         self.settings = settings
+        self.health = HealthMachine()
+        self.limit = ConcurrencyLimit(settings.slots)
         self.loaded_versions = LoadedVersions(settings.version)
-        self.admission = AdmissionQueue(lambda: limit.value)
+        self.admission = AdmissionQueue(lambda: self.limit.value)
         self.active_requests: OpenStreams[ActiveRequest] = OpenStreams()
         self.counters = EngineCounters()
         self.busy, self.eval_busy = BusyClock(), BusyClock()
@@ -290,7 +287,8 @@ class ServerState:
         """The server's weights are unknown: end running and waiting requests as lost, so they continue elsewhere."""
         self.loaded_versions.mark_unknown()
         self.health.torn(why)
-        self._end_all()
+        self._end_sent()
+        self.admission.end("lost")
         self.react()
 
     def reject_foreign_weights(self, why: str) -> None:
@@ -314,10 +312,6 @@ class ServerState:
         if self.health.state == "dead":
             self.died.set()
         self.admission.wake()
-
-    def _end_all(self) -> None:
-        self._end_sent()
-        self.admission.end("lost")
 
     def _end_sent(self) -> None:
         for request in self.active_requests:

@@ -3,10 +3,8 @@
     class                 server   the server loads the weights
     MemoryTransport       vLLM     from shared memory or over CUDA IPC, through outpace's transfer engine
     CollectiveTransport   vLLM     received over a process group while it samples
-    FilesTransport        vLLM     from a directory of safetensors files
-    AdapterTransport      vLLM     as a new adapter beside the model, without a pause
-    SglangFiles           SGLang   from a directory of safetensors files
-    SglangAdapters        SGLang   as a new adapter beside the model
+    FilesTransport        both     from a directory of safetensors files
+    AdapterTransport      both     as a new adapter beside the model, without a pause
 
 SGLang's other routes are not used. `/update_weights_from_tensor` and `/update_weights_from_ipc` take pickles, which
 can run code in the server. `/update_weights_from_distributed` receives straight into the live weights: the server is
@@ -21,7 +19,6 @@ import base64
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -29,12 +26,11 @@ import msgspec
 
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import PreparedWeights
-from outpace.engines.server.vllm import label_of
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, UpdateFailed, one_line
 from outpace.types import Manifest, Version
 from outpace.weights import snapshot
 from outpace.weights.delta import LocalSnapshot
-from outpace.weights.files import AdapterFolders, SnapshotFolders
+from outpace.weights.files import SnapshotFolders
 from outpace.weights.process_group import rendezvous_for
 
 P = ParamSpec("P")
@@ -62,18 +58,6 @@ class SingleThread:
 _REMEDY = """start the server with --weight-transfer-config '{"backend": "outpace"}'"""
 
 
-@dataclass
-class PreparedMemory:
-    version: Version
-    nbytes: int
-    update: dict[str, Any]
-    label: str  # of the weights, for servers that report versions
-
-
-def prepared_memory(manifest: Manifest, nbytes: int, update: dict[str, Any]) -> PreparedMemory:
-    return PreparedMemory(manifest.version, nbytes, update, label_of(manifest.incarnation, manifest.version))
-
-
 class MemoryTransport:
     """Implements `Transport` over shared memory or CUDA IPC, through outpace's transfer engine in vLLM.
 
@@ -93,15 +77,14 @@ class MemoryTransport:
         self._thread = SingleThread()
         self._initialized = False
 
-    async def prepare(self, manifest: Manifest) -> PreparedMemory:
+    async def prepare(self, manifest: Manifest) -> PreparedWeights:
         await self.ensure_initialized()
         if manifest.device is not None:
-            return prepared_memory(manifest, manifest.nbytes, device_update(manifest))
+            return PreparedWeights(manifest.version, manifest.nbytes, device_update(manifest))
         return await self._thread.run(self._verified, manifest)
 
     async def swap(self, ready: PreparedWeights) -> None:
-        assert isinstance(ready, PreparedMemory), "prepared by another transport"
-        await self.update(ready.update, ready.label)
+        await self.update(ready.source)
 
     async def forget(self, version: Version) -> None:
         """Nothing is stored."""
@@ -122,30 +105,26 @@ class MemoryTransport:
             raise UpdateFailed(f"{error}; {_REMEDY}") from error
         self._initialized = True
 
-    async def update(self, update: dict[str, Any], label: str | None = None) -> None:
-        """Run one update from start to finish, and label the server's weights with `label` if given."""
+    async def update(self, update: dict[str, Any]) -> None:
+        """Run one update from start to finish. One that was left open is closed first."""
         try:
             await self._post("/start_weight_update")
-        except ServerFaulty:
-            await self._close_open_update()
+        except ServerFaulty:  # the server may drop the connection after its error, hence repeatable
+            await self._post("/finish_weight_update", repeatable=True)
             await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": update})
-        await self._post("/finish_weight_update", {"weight_version": label} if label is not None else {})
+        await self._post("/finish_weight_update")
 
-    async def _close_open_update(self) -> None:
-        """Close an update that was left open. Repeatable: after a failed call the server may drop the connection."""
-        await self._http.post("/finish_weight_update", {}, deadline_s=self._control_s, repeatable=True)
-
-    def _verified(self, manifest: Manifest) -> PreparedMemory:
+    def _verified(self, manifest: Manifest) -> PreparedWeights:
         transferred = manifest.nbytes
         if self._copy is not None:
             manifest, transferred = self._copy.update_to(manifest)
         else:
             snapshot.verify(manifest)
-        return prepared_memory(manifest, transferred, memory_update(manifest))
+        return PreparedWeights(manifest.version, transferred, memory_update(manifest))
 
-    async def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
-        await self._http.post(path, body if body is not None else {}, deadline_s=self._control_s)
+    async def _post(self, path: str, body: dict[str, Any] | None = None, *, repeatable: bool = False) -> None:
+        await self._http.post(path, body or {}, deadline_s=self._control_s, repeatable=repeatable)
 
 
 def memory_update(manifest: Manifest) -> dict[str, Any]:
@@ -170,34 +149,49 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
     return [{field: getattr(spec, field) for field in kept} for spec in manifest.tensors]
 
 
-@dataclass
-class PreparedFiles:
-    version: Version
-    nbytes: int
-    folder: Path
+ReloadCall = Callable[[str], tuple[str, dict[str, Any]]]
+"""Maps a folder with weights to the route and body of the call that makes a server load it."""
+
+
+def vllm_reload(folder: str) -> tuple[str, dict[str, Any]]:
+    return "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+
+
+def sglang_reload(folder: str) -> tuple[str, dict[str, Any]]:
+    """The defaults would flush the cache, which kills a server that has requests, and use the load format of the
+    server's start, which may be `dummy`."""
+    body = {"model_path": folder, "load_format": "auto", "flush_cache": False, "abort_all_requests": False}
+    return "/update_weights_from_disk", body
 
 
 class FilesTransport:
-    """Implements `Transport` over a directory of safetensors files, for any vLLM in dev mode. `directory` belongs to
-    this transport and must be readable by the server."""
+    """Implements `Transport` over a directory of safetensors files, for SGLang and any vLLM in dev mode. `directory`
+    belongs to this transport and must be readable by the server."""
 
     needs_pause = True
 
-    def __init__(self, http: HttpClient, control_s: float, directory: Path, copy: LocalSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        http: HttpClient,
+        control_s: float,
+        directory: Path,
+        copy: LocalSnapshot | None = None,
+        reload_call: ReloadCall = vllm_reload,
+    ) -> None:
         """`copy`: a local snapshot that is kept current by deltas."""
         self._http = http
         self._control_s = control_s
         self._folders = SnapshotFolders(directory)
         self._copy = copy
+        self._reload_call = reload_call
         self._thread = SingleThread()
 
-    async def prepare(self, manifest: Manifest) -> PreparedFiles:
+    async def prepare(self, manifest: Manifest) -> PreparedWeights:
         return await self._thread.run(self._write, manifest)
 
     async def swap(self, ready: PreparedWeights) -> None:
-        assert isinstance(ready, PreparedFiles), "prepared by another transport"
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(ready.folder)}}
-        await self._http.post("/collective_rpc", call, deadline_s=self._control_s)
+        route, body = self._reload_call(ready.source["folder"])
+        await self._http.post(route, body, deadline_s=self._control_s)
         await self._thread.run(self._folders.remove, ready.version)
 
     async def forget(self, version: Version) -> None:
@@ -214,13 +208,13 @@ class FilesTransport:
         if self._copy is not None:
             self._copy.close()
 
-    def _write(self, manifest: Manifest) -> PreparedFiles:
+    def _write(self, manifest: Manifest) -> PreparedWeights:
         """Write the files. First remove those of a failed update, which may be as large."""
         self._folders.keep_only(manifest.version)
         transferred = manifest.nbytes
         if self._copy is not None:
             manifest, transferred = self._copy.update_to(manifest)
-        return PreparedFiles(manifest.version, transferred, self._folders.write(manifest))
+        return PreparedWeights(manifest.version, transferred, {"folder": str(self._folders.write(manifest))})
 
 
 SendWeights = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
@@ -246,12 +240,12 @@ class CollectiveTransport:
         self._backend = backend
         self._timeout_s = timeout_s
 
-    async def prepare(self, manifest: Manifest) -> PreparedMemory:
+    async def prepare(self, manifest: Manifest) -> PreparedWeights:
         meeting = rendezvous_for(manifest, self._timeout_s, self._backend)
         await self._updates.ensure_initialized()
         await self._updates.update({"kind": "fetch", "meeting": meeting})
         await self._send(manifest, meeting)
-        return prepared_memory(manifest, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
+        return PreparedWeights(manifest.version, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
 
     async def swap(self, ready: PreparedWeights) -> None:
         await self._updates.swap(ready)
@@ -268,16 +262,8 @@ log = logging.getLogger(__name__)
 _UNLOAD_ALL_S = 2.0  # timeout for unloading our adapters on close
 
 
-@dataclass
-class PreparedAdapterFiles:
-    version: Version
-    nbytes: int
-    folder: Path
-    adapter: str  # name to use in requests
-
-
 class AdapterTransport:
-    """Implements `Transport` for adapters that vLLM registers beside its model, each version under its own name.
+    """Implements `Transport` for adapters that the server registers beside its model, each version under its own name.
 
     No pause: running requests continue with the adapter they started with. A version and its folder are removed when no
     request uses it any more. Until then the server may read the folder again at any time, since it keeps only a few
@@ -285,33 +271,34 @@ class AdapterTransport:
 
     needs_pause = False
 
-    def __init__(self, http: HttpClient, control_s: float, directory: Path) -> None:
+    def __init__(self, http: HttpClient, control_s: float, directory: Path, routes: str = "/v1") -> None:
+        """`routes`: prefix of the adapter routes, empty for SGLang."""
         self._http = http
         self._control_s = control_s
-        self._folders = AdapterFolders(directory)
+        self._routes = routes
+        self._folders = SnapshotFolders(directory)
         self._thread = SingleThread()
         self._registered: dict[Version, str] = {}  # includes calls without a reply
 
-    async def prepare(self, manifest: Manifest) -> PreparedAdapterFiles:
+    async def prepare(self, manifest: Manifest) -> PreparedWeights:
         if manifest.adapter is None:
             raise UpdateFailed(f"version {manifest.version} is a whole model, but this server expects an adapter")
         folder = await self._thread.run(self._folders.write, manifest)
         name = f"outpace-{manifest.incarnation}-{manifest.version}"
-        return PreparedAdapterFiles(manifest.version, manifest.nbytes, folder, name)
+        source = {"lora_name": name, "lora_path": str(folder)}
+        return PreparedWeights(manifest.version, manifest.nbytes, source, adapter=name)
 
     async def swap(self, ready: PreparedWeights) -> None:
         """Register the adapter. One already registered under this name is from a call without a reply: replace it."""
-        assert isinstance(ready, PreparedAdapterFiles), "prepared by another transport"
-        call = {"lora_name": ready.adapter, "lora_path": str(ready.folder)}
-        self._registered[ready.version] = ready.adapter
+        name = self._registered[ready.version] = ready.source["lora_name"]
         try:
-            await self._post("/v1/load_lora_adapter", call)
+            await self._post("/load_lora_adapter", ready.source)
         except ServerRefused as error:
             if "already" not in str(error):
                 del self._registered[ready.version]
                 raise
-            await self._unload(ready.adapter)
-            await self._post("/v1/load_lora_adapter", call)
+            await self._unload(name)
+            await self._post("/load_lora_adapter", ready.source)
 
     async def forget(self, version: Version) -> None:
         name = self._registered.pop(version, None)
@@ -339,7 +326,7 @@ class AdapterTransport:
 
     async def _unload(self, name: str) -> None:
         try:
-            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._post("/unload_lora_adapter", {"lora_name": name})
         except ServerRefused as error:
             if error.status != 404:  # already gone
                 raise
@@ -347,43 +334,7 @@ class AdapterTransport:
     async def _post(self, path: str, body: dict[str, str]) -> None:
         """POST to an adapter route. Success is a plain-text reply, so a JSON decoding error is not a failure."""
         try:
-            await self._http.post(path, body, deadline_s=self._control_s)
+            await self._http.post(self._routes + path, body, deadline_s=self._control_s)
         except ServerFaulty as error:
             if not isinstance(error.__cause__, msgspec.DecodeError):
                 raise
-
-
-SGLANG_UPDATE = "/update_weights_from_disk"
-
-_ADAPTER_ROUTES = {
-    "/v1/load_lora_adapter": "/load_lora_adapter",
-    "/v1/unload_lora_adapter": "/unload_lora_adapter",
-}
-"""vLLM's adapter routes and their SGLang counterparts."""
-
-
-class SglangFiles(FilesTransport):
-    """Implements `Transport` over files for SGLang."""
-
-    async def swap(self, ready: PreparedWeights) -> None:
-        assert isinstance(ready, PreparedFiles), "prepared by another transport"
-        await self._http.post(SGLANG_UPDATE, sglang_update_body(ready.folder), deadline_s=self._control_s)
-        await self._thread.run(self._folders.remove, ready.version)
-
-
-class SglangAdapters(AdapterTransport):
-    """Implements `Transport` for adapters of SGLang."""
-
-    async def _post(self, path: str, body: dict[str, str]) -> None:
-        await super()._post(_ADAPTER_ROUTES[path], body)
-
-
-def sglang_update_body(folder: Path) -> dict[str, object]:
-    """Body of an update call. The defaults would flush the cache, which kills a server that has requests, and use the
-    load format of the server's start, which may be `dummy`."""
-    return {
-        "model_path": str(folder),
-        "load_format": "auto",
-        "flush_cache": False,
-        "abort_all_requests": False,
-    }

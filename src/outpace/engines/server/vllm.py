@@ -19,16 +19,22 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import STALE, Piece, Pressure, ServerFacts, ServerRequest, VersionSpan
-from outpace.engines.server.server_base import (
+from outpace.engines.server.protocol import (
     QUERY_S,
+    STALE,
+    Piece,
+    Pressure,
     Server,
+    ServerFacts,
+    ServerRequest,
+    VersionOf,
+    VersionSpan,
     check_logprobs,
     decode_chunk,
     read_models,
+    sampling_parameters,
     stream_error,
 )
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line, plural
@@ -49,15 +55,9 @@ _PROBE_TOKENS = 64
 
 
 class VllmServer(Server):
-    """Client of one vLLM server. `incarnation`: of the run that labels the weights."""
+    """Client of one vLLM server."""
 
-    def __init__(
-        self, http: HttpClient, *, control_s: float = 120.0, seeded: bool = False, incarnation: str = "outpace"
-    ) -> None:
-        super().__init__(http, control_s=control_s, seeded=seeded)
-        self._incarnation = incarnation
-        self._facts: ServerFacts | None = None
-        self._probes = 0
+    _facts: ServerFacts | None = None
 
     async def facts(self) -> ServerFacts:
         self._facts = await read_facts(self.http)
@@ -74,7 +74,7 @@ class VllmServer(Server):
         where = f"{self.url}{route}"
         async with aclosing(self.http.events(route, data)) as payloads:
             async for payload in payloads:
-                piece = parse_chunk(where, payload, self._incarnation)
+                piece = parse_chunk(where, payload, self._version_of)
                 if piece is None:
                     continue
                 yield piece
@@ -90,19 +90,6 @@ class VllmServer(Server):
             names = [server_request_id(_route(facts), ask_id) for ask_id in request_ids]
             await self.http.post(ABORT, {"request_ids": names}, deadline_s=QUERY_S, repeatable=True)
         return True
-
-    async def probe(self, deadline_s: float) -> None:
-        facts = await self._cached_info()
-        self._probes += 1
-        prompt = np.zeros(_probe_length(facts.context), dtype=np.int32)
-        request = ServerRequest(f"probe-{self._probes}", prompt, Sampling(max_tokens=1, seed=0), salt="probe")
-        data = request_body(_route(facts), request, facts.model, seeded=False)
-        async with aclosing(self.http.events(_route(facts), data, first_s=deadline_s, idle_s=deadline_s)) as payloads:
-            async for payload in payloads:
-                piece = parse_chunk(self.url, payload, self._incarnation)
-                if piece is not None and piece.tokens:
-                    return
-        raise ServerFaulty(f"{self.url}: a probe returned no token")
 
     async def pressure(self) -> Pressure:
         return await read_pressure(self.http)
@@ -123,18 +110,17 @@ class VllmServer(Server):
         return bool(reply["is_paused"]) if isinstance(reply, dict) and "is_paused" in reply else None
 
     async def label(self, version: Version) -> None:
-        label = label_of(self._incarnation, version)
         if LABEL in (await self._cached_info()).details["routes"]:
-            await self._control(LABEL, {"new_version": label})
+            await self._control(LABEL, {"new_version": f"{self._label_prefix}{version}"})
 
     async def _cached_info(self) -> ServerFacts:
         return self._facts or await self.facts()
 
-
-def _probe_length(context: int | None) -> int:
-    """Prompt length of a probe, which is often a server's first request. On CPUs with AMX, vLLM 0.32 in bfloat16
-    crashes if its first prompt has 3 tokens but not if it has 40. After a longer prompt, short ones work."""
-    return _PROBE_TOKENS if context is None else max(1, min(_PROBE_TOKENS, context - 2))
+    async def _probe_length(self) -> int:
+        """A probe is often a server's first request. On CPUs with AMX, vLLM 0.32 in bfloat16 crashes if its first
+        prompt has 3 tokens but not if it has 40. After a longer prompt, short ones work."""
+        context = (await self._cached_info()).context
+        return _PROBE_TOKENS if context is None else max(1, min(_PROBE_TOKENS, context - 2))
 
 
 def _route(facts: ServerFacts) -> str:
@@ -144,8 +130,7 @@ def _route(facts: ServerFacts) -> str:
 def request_body(route: str, request: ServerRequest, model: str, *, seeded: bool) -> dict[str, Any]:
     """Request body for a stream of tokens and logprobs.
 
-    Every sampling parameter is sent: the server would fill missing ones from the model's generation config. The
-    end-of-sequence token matters only if it is one of our stop ids, hence `ignore_eos`. As with the embedded engine,
+    The end-of-sequence token matters only if it is one of our stop ids, hence `ignore_eos`. As in the embedded engine,
     the output includes the stop token, or the token that completes a stop string."""
     parameters = _sampling(request.sampling, seeded)
     common = {"model": model, "request_id": request.id, "cache_salt": request.salt, "stream": True}
@@ -162,31 +147,20 @@ def server_request_id(route: str, ask_id: str) -> str:
 
 
 def _sampling(sampling: Sampling, seeded: bool) -> dict[str, Any]:
-    return {
-        "n": 1,
+    return sampling_parameters(sampling) | {
         "max_tokens": sampling.max_tokens,
         "min_tokens": 0,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
         "seed": sampling.seed & _SEED_MASK if seeded else None,
-        "stop": sampling.stop_strings,
-        "stop_token_ids": sampling.stop_ids,
         "ignore_eos": True,
         "logprobs": 0,  # of the sampled token only
         "detokenize": bool(sampling.stop_strings),
-        "skip_special_tokens": False,  # a stop string may be a special token
-        "spaces_between_special_tokens": False,
     }
 
 
 async def read_facts(http: HttpClient) -> ServerFacts:
-    """Query the server's info. `details` has its `routes`, the model name or path (`root`), whether it has `dev_mode`,
-    the maximum number of concurrent sequences (`slots`), its `device` and `max_lora_rank`."""
+    """Query the server's info. `details` has its `routes`, the model name or path (`root`), the maximum number of
+    concurrent sequences (`slots`), its `device` and `max_lora_rank`."""
     version, models, routes, config = await _query_all(http)
     own = models[0]
     model_config = _section(config, "model_config")
@@ -199,13 +173,11 @@ async def read_facts(http: HttpClient) -> ServerFacts:
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         logprobs=model_config.get("logprobs_mode"),
         controls=PAUSE in routes,
-        spans=LABEL in routes and GENERATE in routes,
         plugin=_section(config, "weight_transfer_config").get("backend") == "outpace",
         adapters=LOAD_ADAPTER in routes and bool(_section(config, "lora_config")),
         details={
             "routes": sorted(routes),
             "root": model_config.get("model") or own.get("root"),
-            "dev_mode": config is not None,
             "slots": _section(config, "scheduler_config").get("max_num_seqs"),
             "device": _section(config, "device_config").get("device"),
             "max_lora_rank": _section(config, "lora_config").get("max_lora_rank"),
@@ -293,17 +265,6 @@ def _number(url: str, text: str) -> float:
     return number
 
 
-def label_of(incarnation: str, version: Version) -> str:
-    """The label of a weight version on the server. It includes the incarnation because every run counts from 0."""
-    return f"{incarnation}.{version}"
-
-
-def version_of(incarnation: str, label: str) -> Version | None:
-    """The version in a label; None if the label is not one of this run."""
-    owner, _, version = label.rpartition(".")
-    return int(version) if owner == incarnation and version.isdecimal() else None
-
-
 _STOPS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "aborted", "repetition": "stop"}
 
 
@@ -337,8 +298,8 @@ class _Chunk(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Chunk)
 
 
-def parse_chunk(where: str, payload: bytes, incarnation: str) -> Piece | None:
-    """Parse one chunk; None if it carries no output. `incarnation`: of the run whose weight labels are ours."""
+def parse_chunk(where: str, payload: bytes, version_of: VersionOf) -> Piece | None:
+    """Parse one chunk; None if it carries no output."""
     chunk = decode_chunk(where, _DECODER, payload)
     if chunk.error is not None:
         raise _stream_error(where, chunk.error)
@@ -346,7 +307,7 @@ def parse_chunk(where: str, payload: bytes, incarnation: str) -> Piece | None:
         return None
     choice = chunk.choices[0]
     tokens = choice.token_ids or []
-    return Piece(tokens, _logprobs(where, choice, len(tokens)), _stop(where, choice), _spans(choice, incarnation))
+    return Piece(tokens, _logprobs(where, choice, len(tokens)), _stop(where, choice), _spans(choice, version_of))
 
 
 def _logprobs(where: str, choice: _Choice, count: int) -> list[float]:
@@ -368,11 +329,11 @@ def _stop(where: str, choice: _Choice) -> StopReason | None:
     return _STOPS[choice.finish_reason]
 
 
-def _spans(choice: _Choice, incarnation: str) -> list[VersionSpan] | None:
+def _spans(choice: _Choice, version_of: VersionOf) -> list[VersionSpan] | None:
     """Spans of weight versions. Tokens with a foreign label (another run, or a restarted server) are STALE."""
     spans: list[VersionSpan] = []
     for span in choice.weight_versions or []:
-        version = version_of(incarnation, str(span.version))
+        version = version_of(str(span.version))
         spans.append((STALE if version is None else version, span.start, span.end))
     return spans or None
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from outpace.engines.server.protocol import PreparedAdapter, PreparedWeights, Transport
+from outpace.engines.server.protocol import PreparedWeights, Transport
 from outpace.engines.server.state import ServerState
 from outpace.errors import CorruptData, OutpaceError, UpdateFailed, UpdateTorn, one_line
 from outpace.types import LoadReport, Manifest, Version
@@ -152,8 +152,7 @@ class WeightUpdater:
             except (OutpaceError, OSError) as error:
                 self._track(asyncio.create_task(self._remove_adapter(ready.version)))
                 raise UpdateFailed(f"version {ready.version}: {one_line(error)}") from error
-        adapter = ready.adapter if isinstance(ready, PreparedAdapter) else None
-        versions.record_load(ready.version, adapter, pinned=pinned)
+        versions.record_load(ready.version, ready.adapter, pinned=pinned)
         if not pinned:
             self._state.health.loaded()
 
