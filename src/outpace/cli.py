@@ -295,7 +295,8 @@ class _DescribeSettings(argparse.Action):
 
     `--help SECTION` prints the settings of one section."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **_: object) -> None:
+    def __init__(self, option_strings: Sequence[str], dest: str, module: str = "outpace.config.load", **_: Any) -> None:
+        """`module` has the settings as `SECTIONS`."""
         super().__init__(
             option_strings,
             dest,
@@ -303,11 +304,12 @@ class _DescribeSettings(argparse.Action):
             metavar="SECTION",
             help="show all options and settings, or the settings of one section",
         )
+        self._module = module
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, section: object, *_: object) -> None:
         from outpace.config.load import describe_settings, list_sections
 
-        sections = self.sections()
+        sections: Mapping[str, type[Section]] = importlib.import_module(self._module).SECTIONS
         if section is None:
             parser.print_help()
             print("\nsettings by section:\n")
@@ -322,20 +324,6 @@ class _DescribeSettings(argparse.Action):
         else:
             raise BadInput(f"--help {section}: no such section; the sections are {', '.join(sections)}")
         parser.exit()
-
-    def sections(self) -> Mapping[str, type[Section]]:
-        from outpace.config.load import SECTIONS
-
-        return SECTIONS
-
-
-class _DescribeSimulation(_DescribeSettings):
-    """`--help` of `outpace simulate`, which has its own settings."""
-
-    def sections(self) -> Mapping[str, type[Section]]:
-        from outpace.simulator.settings import SECTIONS
-
-        return SECTIONS
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -433,7 +421,7 @@ def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 def _add_tool_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     """Add `simulate`, `doctor` and `bench`."""
     this = commands.add_parser("simulate", help="simulate a cluster on a virtual clock", add_help=False)
-    this.add_argument("-h", "--help", action=_DescribeSimulation)
+    this.add_argument("-h", "--help", action=_DescribeSettings, module="outpace.simulator.settings")
     this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: an example cluster)")
     this.add_argument("--json", action="store_true", help="print JSON")
     this.add_argument("--quiet", action="store_true", help="print only the result")

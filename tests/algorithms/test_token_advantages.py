@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outpace.algorithms import ADVANTAGES
 from outpace.algorithms.advantages import Doubles, GroupReturns, dr_grpo
-from outpace.algorithms.registry import REGISTRATION_ATTRIBUTE, advantage
+from outpace.algorithms.registry import REGISTRATION_ATTRIBUTE, ConfiguredFunction, advantage
 from outpace.algorithms.token_advantages import (
     AdvantageSettings,
     advantage_settings,
@@ -22,7 +22,7 @@ from outpace.algorithms.token_advantages import (
     group_advantages,
     turn_numbers,
 )
-from outpace.config.algorithm import AdvantageConfig, ConfiguredFunction, configured_advantage
+from outpace.config.algorithm import AdvantageConfig, configured_advantage
 from outpace.errors import BadInput
 from outpace.types import OBSERVED, Row
 

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from outpace.commands.fleet import JoinRules, check_order, current_fleet, send_orders
+from outpace.commands.fleet import check_order, current_fleet, send_orders
+from outpace.config import Config
+from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.monitoring import fleet_orders
 from outpace.monitoring.fleet_orders import EngineStatus, FleetFile, FleetOrder, FleetState, OrderOutcome, OrderReader
 from outpace.monitoring.run_directory import RunLock
 from support import names, write_resolved
 
-SERVERS = JoinRules("vllm", ("http://127.0.0.1:8000",))
-STARTED = JoinRules("vllm", (), "/opt/python")
+EMBEDDED = Config()
+SERVERS = make_config({"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1:8000"]})
+STARTED = make_config({"engine.kind": "vllm", "launch.python": "/opt/python"})
 ENGINES = [
     EngineStatus("engine-0", "http://127.0.0.1:8000", serves=True, version=3),
     EngineStatus("engine-1", "", serves=False, version=-1),
@@ -24,14 +27,14 @@ ENGINES = [
 
 
 @pytest.mark.parametrize(
-    ("order", "rules", "expected"),
+    ("order", "config", "expected"),
     [
         (FleetOrder(add="localhost:8001"), SERVERS, "--add 'localhost:8001' http://host:port"),
         (FleetOrder(add="http://me:secret@h:1"), SERVERS, "--add engine.api_key_env"),
         (FleetOrder(add="http://h:notaport"), SERVERS, "--add 'http://h:notaport' http://host:port"),
         (FleetOrder(add="http://127.0.0.1:8000/"), SERVERS, "--add http://127.0.0.1:8000/ engine-0"),
         (FleetOrder(add="http://localhost:8000"), SERVERS, "--add http://localhost:8000 engine-0"),
-        (FleetOrder(add="http://h:1"), JoinRules(), "--add engine.kind vllm sglang"),
+        (FleetOrder(add="http://h:1"), EMBEDDED, "--add engine.kind vllm sglang"),
         (FleetOrder(add=""), SERVERS, "--add engine.urls outpace serve"),
         (FleetOrder(remove="engine-7"), SERVERS, "--remove engine-7 engine-0 engine-1"),
         (FleetOrder(remove="engine-2"), SERVERS, "--remove engine-2 already"),
@@ -39,27 +42,27 @@ ENGINES = [
     ],
 )
 def test_an_order_that_cannot_be_carried_out_is_refused_in_one_line(
-    order: FleetOrder, rules: JoinRules, expected: str
+    order: FleetOrder, config: Config, expected: str
 ) -> None:
     with pytest.raises(BadInput) as refusal:
-        check_order(order, rules, ENGINES)
+        check_order(order, config, ENGINES)
     assert names(str(refusal.value), expected)
     assert "secret" not in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("order", "rules"),
+    ("order", "config"),
     [
         (FleetOrder(add="http://127.0.0.1:8001"), SERVERS),
         (FleetOrder(add="https://elsewhere"), STARTED),
         (FleetOrder(add=""), STARTED),
-        (FleetOrder(add=""), JoinRules()),
+        (FleetOrder(add=""), EMBEDDED),
         (FleetOrder(remove="engine-1"), SERVERS),
     ],
 )
-def test_an_order_that_can_be_carried_out_is_accepted(order: FleetOrder, rules: JoinRules) -> None:
-    check_order(order, rules, ENGINES)
+def test_an_order_that_can_be_carried_out_is_accepted(order: FleetOrder, config: Config) -> None:
+    check_order(order, config, ENGINES)
 
 
 @pytest.fixture

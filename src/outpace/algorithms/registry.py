@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from outpace.errors import BadInput
 from outpace.runtime.references import closest_names, is_reference, load_function
@@ -42,6 +42,9 @@ class Registration:
     @property
     def name(self) -> str:
         return self.alias or self.function.__name__
+
+
+T = TypeVar("T", bound=Registration, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ class AdvantageRegistration(Registration):
 @dataclass(frozen=True)
 class NormalizerRegistration(Registration):
     """A normalizer over the whole batch. It runs once all groups of the batch have arrived."""
+
+
+@dataclass(frozen=True)
+class ConfiguredFunction(Generic[T]):
+    """A registered function bound to the keyword arguments that the config sets."""
+
+    registration: T
+    settings: Mapping[str, Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.registration.function(*arguments, **self.settings)
 
 
 @dataclass(frozen=True)

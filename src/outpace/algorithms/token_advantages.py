@@ -21,14 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from outpace.algorithms.advantages import Doubles, GroupReturns, compute_gae, discounted_sums
-from outpace.algorithms.registry import AdvantageRegistration, Credit
+from outpace.algorithms.registry import AdvantageRegistration, ConfiguredFunction, Credit
 from outpace.errors import BadInput, one_line, plural
 from outpace.types import Bools, Row
 
@@ -145,16 +144,7 @@ def turn_numbers(mask: Bools) -> NDArray[np.int64]:
     return np.cumsum(np.diff(positions_T, prepend=positions_T[:1]) > 1, dtype=np.int64)
 
 
-class AdvantageEstimator(Protocol):
-    """A registered advantage estimator bound to its settings."""
-
-    @property
-    def registration(self) -> AdvantageRegistration: ...
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-    def __call__(self, group: GroupReturns, /) -> Any: ...
+AdvantageEstimator = ConfiguredFunction[AdvantageRegistration]
 
 
 @dataclass(frozen=True)

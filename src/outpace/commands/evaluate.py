@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from outpace.checkpoint.export import export
-from outpace.config import Config
 from outpace.config.defaults import with_values
 from outpace.config.load import load_config
 from outpace.controller.evaluation import Evaluation, Evaluator
@@ -30,20 +29,13 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
         config, objects = load_config(None, settings), UserObjects()
     else:
         config, objects = load_run_with_objects(run, settings)
-    evaluation = evaluate(config, objects, run)
-    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
-    return {"model": str(run or config.model.path), **measured}
-
-
-def evaluate(config: Config, objects: UserObjects, run: Path | None = None) -> Evaluation:
-    """Evaluate the config's model, or the newest complete checkpoint of `run` instead. Blocks."""
     with temporary_directory("eval") as directory:
         overrides = {"run.dir": str(directory), "run.runtime": "local"}
         if run is not None:
-            export(run, directory / "model")
-            overrides["model.path"] = str(directory / "model")
-        plan = make_plan(with_values(config, overrides), objects)
-        return evaluate_plan(plan, directory)
+            overrides["model.path"] = str(export(run, directory / "model"))
+        evaluation = evaluate_plan(make_plan(with_values(config, overrides), objects), directory)
+    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
+    return {"model": str(run or config.model.path), **measured}
 
 
 def evaluate_plan(plan: RunPlan, directory: Path) -> Evaluation:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from outpace.config import Config
 from outpace.config.engines import is_server_url, server_address
 from outpace.config.load import CONFIG_FILE, read_resolved
 from outpace.config.validation import API_KEY_HINT
@@ -26,36 +26,14 @@ WAIT_S = 10.0
 POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class JoinRules:
-    """Settings of a run that decide which engines may join."""
-
-    kind: str = "embedded"
-    urls: tuple[str, ...] = ()
-    python: str | None = None
-    fixed_fleet: bool = False  # deterministic, or all in one process: engines can neither join nor leave
-
-    @classmethod
-    def from_run(cls, run: Path) -> JoinRules:
-        """Read the settings of the run."""
-        values = read_resolved(run) if (run / CONFIG_FILE).is_file() else {}
-        engine, launch, run_section = (values.get(section, {}) for section in ("engine", "launch", "run"))
-        return cls(
-            engine.get("kind", "embedded"),
-            tuple(engine.get("urls", ())),
-            launch.get("python"),
-            bool(run_section.get("deterministic")) or run_section.get("runtime") == "inline",
-        )
-
-
 def send_orders(
     run: Path, orders: Sequence[FleetOrder], report: Callable[[str], None], wait_s: float = WAIT_S
 ) -> list[OrderOutcome]:
     """Validate and send orders, then wait up to `wait_s` for their outcomes. Raises `BadInput` if one is invalid or is
     refused by the run."""
-    rules, engines = JoinRules.from_run(run), current_fleet(run).engines
+    config, engines = _config(run), current_fleet(run).engines
     for order in orders:
-        check_order(order, rules, engines)
+        check_order(order, config, engines)
         engines = _apply_order(order, engines)
     sent = [fleet_orders.send_order(run, order) for order in orders]
     deadline = time.monotonic() + wait_s
@@ -76,32 +54,38 @@ def current_fleet(run: Path) -> fleet_orders.FleetState:
     try:
         return fleet_orders.read_state(run)
     except BadInput:
-        if is_lock_held(run / LOCK_FILE) and JoinRules.from_run(run).fixed_fleet:
+        settings = _config(run).run
+        if is_lock_held(run / LOCK_FILE) and (settings.deterministic or settings.runtime == "inline"):
             raise BadInput(
                 f"{run}: engines cannot join or leave a run with run.deterministic = true or run.runtime = inline"
             ) from None
         raise
 
 
-def check_order(order: FleetOrder, rules: JoinRules, engines: Sequence[EngineStatus]) -> None:
+def _config(run: Path) -> Config:
+    """Return the settings of the run. A run that is starting may not have written them yet."""
+    return Config.model_validate(read_resolved(run)) if (run / CONFIG_FILE).is_file() else Config()
+
+
+def check_order(order: FleetOrder, config: Config, engines: Sequence[EngineStatus]) -> None:
     """Raise BadInput for an order that the run would refuse or that can never succeed."""
     if order.remove is not None:
         _check_removal(order.remove, engines)
     elif order.add:
-        _check_server(order.add, rules, engines)
-    elif rules.kind != "embedded" and rules.urls and not rules.python:
+        _check_server(order.add, config, engines)
+    elif config.engine.kind != "embedded" and config.engine.urls and not config.launch.python:
         raise BadInput(
             "--add: this run uses existing servers (engine.urls) and cannot start one itself; "
             "start a server with `outpace serve` and add its URL"
         )
 
 
-def _check_server(url: str, rules: JoinRules, engines: Sequence[EngineStatus]) -> None:
+def _check_server(url: str, config: Config, engines: Sequence[EngineStatus]) -> None:
     if "@" in url:  # do not repeat the URL: it contains a secret
         raise BadInput(f"--add: the URL contains a user name or password; {API_KEY_HINT}")
     if not is_server_url(url):
         raise BadInput(f"--add: {url!r} is not a server URL; use http://host:port")
-    if rules.kind == "embedded":
+    if config.engine.kind == "embedded":
         raise BadInput(
             "--add: this run uses embedded engines; a server can only join a run with engine.kind vllm or sglang "
             '(--add "" starts another embedded engine)'

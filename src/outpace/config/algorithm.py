@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import pydantic
 from pydantic import ConfigDict, Field
@@ -28,6 +27,7 @@ from outpace.algorithms.corrections import MASKS, MaskRegistration, correction_w
 from outpace.algorithms.registry import (
     AdvantageRegistration,
     Aggregation,
+    ConfiguredFunction,
     Credit,
     NormalizerRegistration,
     OldPolicy,
@@ -232,7 +232,6 @@ class GovernorConfig(Section):
     """The lag is never lowered below this."""
 
 
-T = TypeVar("T", bound=Registration, covariant=True)
 F = TypeVar("F", bound=Registration)
 Function = Callable[..., Any]
 
@@ -322,17 +321,6 @@ def _built_in_functions(section: str) -> Iterator[tuple[str, Function]]:
 
 
 # ---------------------------------------------------------------------------------------------- configured functions
-
-
-@dataclass(frozen=True)
-class ConfiguredFunction(Generic[T]):
-    """A registered function bound to the keyword arguments that the config sets."""
-
-    registration: T
-    settings: dict[str, Any]
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.registration.function(*arguments, **self.settings)
 
 
 def configured_policy_loss(config: PolicyLossConfig) -> ConfiguredFunction[PolicyLossRegistration]:
