@@ -41,7 +41,7 @@ from outpace.protocols import Engine, Learner, Worker
 from outpace.runtime import diagnostics, wire
 from outpace.runtime.cleanup import temporary_directory
 from outpace.runtime.components import ComponentSpec
-from outpace.runtime.rpc import Channel, close_proxy, ping_proxy, proxy
+from outpace.runtime.rpc import DEFAULT_DEADLINE_S, Channel, RpcProxy, close_proxy
 from outpace.simulator.report import SimulationResult
 from outpace.simulator.run import SimulatedRun
 from outpace.simulator.settings import SimulationSettings
@@ -162,7 +162,7 @@ async def _save_nothing(version: Version, state: Callable[[], Awaitable[Controll
 class FixedRuntime:
     """Runtime of the idle components. Supports ping only; nothing is started or restarted."""
 
-    def __init__(self, proxies: dict[str, object]) -> None:
+    def __init__(self, proxies: dict[str, RpcProxy]) -> None:
         self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
         self._proxies = proxies
 
@@ -170,7 +170,7 @@ class FixedRuntime:
         return ComponentSpec(name, factory="", protocol="")
 
     async def ping(self, name: str, deadline_s: float) -> bool:
-        return await ping_proxy(self._proxies[name], deadline_s)
+        return await self._proxies[name].ping(deadline_s)
 
     async def restart(self, name: str) -> None:
         raise NotImplementedError
@@ -201,12 +201,12 @@ async def idle_components() -> AsyncIterator[Components]:
     words = [f"{name}={number}" for name, number in theirs.items()]
     command = [sys.executable, str(IDLE_COMPONENTS), *words]
     child = await asyncio.create_subprocess_exec(*command, pass_fds=tuple(theirs.values()))
-    proxies: dict[str, object] = {}
+    proxies: dict[str, RpcProxy] = {}
     try:
         for name, (ours, their) in pairs.items():
             their.close()
             protocol: type = {"l": Learner, "e": Engine, "w": Worker}[name[0]]
-            proxies[name] = proxy(protocol, await _open_channel(ours), name)
+            proxies[name] = RpcProxy(protocol, await _open_channel(ours), name, DEFAULT_DEADLINE_S)
         engines = {"engine-0": proxies["engine-0"]}
         workers = {name: proxies[name] for name in names if name.startswith("worker")}
         yield Components(proxies["learner"], engines, workers, FixedRuntime(proxies))  # type: ignore[arg-type]

@@ -139,16 +139,17 @@ async def test_programs_started_by_a_dead_component_are_killed_and_others_are_no
 
 EARLY_DEATH = """
 import asyncio, os, signal, sys
-from outpace.runtime.local import ComponentProcess
+from outpace.runtime.child_process import ChildProcess
 from outpace.runtime.components import ComponentSpec
 from pathlib import Path
 
 async def main(root):
     spec = ComponentSpec("toy", "runtime_support:build", "runtime_support:Toy", {"builds": f"{root}/built"})
-    process = await ComponentProcess.launch(spec, {}, Path(root) / "log", "wb")
-    await process.child.channel.send(spec)
-    process.child.channel.close()
-    print(process.child.pid, flush=True)
+    with open(Path(root) / "log", "wb") as log:
+        child = await ChildProcess.start("outpace.runtime.child", environment={}, output=log)
+    await child.channel.send(spec)
+    child.channel.close()
+    print(child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(main(sys.argv[1]))

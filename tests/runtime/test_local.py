@@ -199,7 +199,7 @@ async def test_a_component_that_can_no_longer_be_monitored_is_reported_lost(
         raise ValueError("another waiter has reaped it")
 
     with monkeypatch.context() as broken:
-        broken.setattr("outpace.runtime.local.ComponentProcess.death", unknown_death)
+        broken.setattr("outpace.runtime.local.Component.death", unknown_death)
         toy = await start_toy(runtime)
         death = await runtime.deaths.get()
     assert isinstance(death, ComponentLost)

@@ -1,13 +1,9 @@
 """Helpers for asyncio and user code: threads, time limits, task groups, fairness on the event loop.
 
-- `call_user_function` and `run_in_thread` run synchronous user code off the event loop. A thread cannot be killed, so a
-  call that hangs must be safe to abandon: it runs in a daemon thread that neither takes a slot of the loop's own
-  executor, which the journal needs, nor blocks the exit of the process. Idle threads are reused.
-- `with_time_limit` cancels work at a limit and raises `TimeLimitError`.
-- `gather_or_cancel` runs coroutines concurrently and cancels the rest when one fails.
-- `LoopFairness` spreads work over several iterations of the event loop.
-- `PerLoop` keeps one object per event loop.
-- `backoff_s` is how long to wait before a retry.
+Synchronous user code runs in threads of its own (`call_user_function`, `run_in_thread`). A thread cannot be killed, so
+a call that hangs must be safe to abandon: it runs in a daemon thread that neither takes a slot of the loop's own
+executor, which the journal needs, nor blocks the exit of the process. Idle threads are reused: `Thread.start` waits
+until the new thread runs, which would delay the event loop.
 """
 
 from __future__ import annotations

@@ -20,22 +20,16 @@ import socket
 import sys
 from typing import Any
 
-import msgspec
-
 from outpace import errors
 from outpace.runtime import components as components
 from outpace.runtime import diagnostics
 from outpace.runtime.async_tools import steady_executor
 from outpace.runtime.die_with_parent import die_with_parent
 from outpace.runtime.reconnect import reconnecting_proxy
-from outpace.runtime.rpc import Channel, RpcFailure, listen, serve_calls
+from outpace.runtime.rpc import Channel, RpcFailure, RpcReply, listen, serve_calls
 
-
-class ComponentReady(msgspec.Struct, tag="ready"):
-    pid: int
-
-
-StartupReply = ComponentReady | RpcFailure
+StartupReply = RpcReply | RpcFailure
+"""The first frame of a component: it is ready, or why it could not be built."""
 
 STATE_REPORT_HEADER = "waits:"
 """First line of the report that is written on SIGUSR2."""
@@ -62,7 +56,7 @@ async def run_component(fd: int) -> None:
     diagnostics.tune_gc()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
     diagnostics.crash_point("child.ready")
-    await channel.send(ComponentReady(os.getpid()))
+    await channel.send(RpcReply(0, b""))
     watch = asyncio.create_task(_exit_if_broken(component))
     try:
         await serve_calls(component, components.load_object(spec.protocol), channel)

@@ -14,11 +14,9 @@ If the cleanup process was killed too, the next run cleans up. Each directory ho
 a free lock means that the owner is dead. The file also records the mark and the index of the dead run, so that its
 processes and shared memory can be found.
 
-Every component has a mark in its environment, which its descendants inherit (`outpace.runtime.process_table`).
-Descendants that lost the mark are found by the notes of their sessions in the index, a directory with one file per
-session. A note also lists the shared memory that the session uses, so that it can be removed after all of its processes
-were killed at once. Processes that were not started by a component, such as a user's other programs, have no mark and
-are never touched.
+Descendants of a component are found by its mark (`outpace.runtime.process_table`), and those that lost the mark by the
+notes of their sessions in the index. A note also lists the shared memory that the session uses, so that it can be
+removed after all of its processes were killed at once. Other programs of the user have no mark and are never touched.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import msgspec
 
-from outpace import errors
 from outpace.errors import ComponentFailed
 from outpace.runtime import diagnostics
 
@@ -153,9 +152,8 @@ class InlineRuntime:
         self._specs: dict[str, ComponentSpec] = {}
         # One at a time: heavy libraries must not be imported by two threads at once.
         self._building = asyncio.Lock()
-        self.deaths: asyncio.Queue[errors.ComponentFailed] = (
-            asyncio.Queue()
-        )  # always empty: there are no child processes
+        # Always empty: there are no child processes.
+        self.deaths: asyncio.Queue[ComponentFailed] = asyncio.Queue()
 
     async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
         """Build the component in this process. Its resources and environment variables are those of the process."""
@@ -171,10 +169,10 @@ class InlineRuntime:
         return self._specs[name]
 
     async def restart(self, name: str) -> None:
-        raise errors.ComponentFailed(name, "cannot be restarted: it runs in the controller's process")
+        raise ComponentFailed(name, "cannot be restarted: it runs in the controller's process")
 
     async def kill(self, name: str) -> None:
-        raise errors.ComponentFailed(name, "cannot be killed: it runs in the controller's process")
+        raise ComponentFailed(name, "cannot be killed: it runs in the controller's process")
 
     async def retire(self, name: str) -> None:
         del self._specs[name]

@@ -1,16 +1,7 @@
 """Diagnostics of this process: waits, asyncio tasks and thread stacks; garbage collector settings; crash points.
 
-Every wait that may be long is registered, so that the watchdog can report it:
-
-    with waiting("group 12: worker-0"):
-        report = await worker.run(order)
-
-Crash points are labeled places in the code where a fault-injection test can kill the process:
-
-    crash_point("step.before")    does nothing unless OUTPACE_CRASH names this process and label
-
-A run that recovers would crash at the same point again. `OUTPACE_CRASH_MARK` names a file that is created before the
-first crash; if it exists, crash points do nothing.
+Every wait that may be long is registered (`waiting`), so that the watchdog can report it. Crash points are labeled
+places in the code where a fault-injection test can kill the process.
 """
 
 from __future__ import annotations
@@ -45,23 +36,28 @@ def waiting(reason: str) -> Iterator[None]:
         del _waits[number]
 
 
-def longest_waits(most: int = 20) -> list[str]:
-    """Return the oldest waits of this process, one line each."""
-    now = time.monotonic()
-    oldest = sorted(_waits.values(), key=lambda wait: wait[1])
-    lines = [f"{reason}, for {now - since:.1f} s" for reason, since in oldest[:most]]
-    return lines + ([f"and {len(oldest) - most} more"] if len(oldest) > most else [])
-
-
+MOST_WAITS = 20
 MOST_TASKS = 50
 MOST_FRAMES = 12
 
 
-def describe_tasks(most: int = MOST_TASKS) -> str:
+def describe_waits() -> str:
+    """Return the longest registered waits, one per line."""
+    now = time.monotonic()
+    oldest = sorted(_waits.values(), key=lambda wait: wait[1])
+    return (
+        _lines([f"{reason}, for {now - since:.1f} s" for reason, since in oldest], MOST_WAITS) or "no registered waits"
+    )
+
+
+def describe_tasks() -> str:
     """Return one line per task of the running loop: its await chain, from its coroutine to the innermost frame."""
     by_name = sorted(asyncio.all_tasks(), key=lambda task: task.get_name())
-    lines = [f"{task.get_name()}: {_await_chain(task)}" for task in by_name[:most]]
-    return "\n".join(lines + ([f"and {len(by_name) - most} more tasks"] if len(by_name) > most else []))
+    return _lines([f"{task.get_name()}: {_await_chain(task)}" for task in by_name], MOST_TASKS)
+
+
+def _lines(lines: list[str], most: int) -> str:
+    return "\n".join(lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else []))
 
 
 def describe_threads() -> str:
@@ -71,11 +67,6 @@ def describe_threads() -> str:
         f"thread {names.get(number, number)}:\n{''.join(traceback.format_stack(frame, MOST_FRAMES))}"
         for number, frame in sys._current_frames().items()
     )
-
-
-def describe_waits() -> str:
-    """Return the longest registered waits, one per line."""
-    return "\n".join(longest_waits()) or "no registered waits"
 
 
 def _await_chain(task: asyncio.Task[Any]) -> str:
@@ -123,10 +114,8 @@ def set_crash_process(name: str) -> None:
 
 
 def crash_point(label: str) -> None:
-    """Crash point for fault-injection tests.
-
-    Does nothing unless `OUTPACE_CRASH` names this process and label: `COMPONENT@LABEL`, or `COMPONENT@LABEL#N` for the
-    N-th pass. Then the process is killed with SIGKILL. `COMPONENT` may be a prefix of the process name."""
+    """Kill this process with SIGKILL if `OUTPACE_CRASH` names it and this label: `COMPONENT@LABEL`, or
+    `COMPONENT@LABEL#N` for the N-th pass. `COMPONENT` may be a prefix of the process name."""
     global _passes_left
     if not _crash_process or label != _crash_label or not _process_name.startswith(_crash_process):
         return

@@ -18,9 +18,8 @@ import asyncio
 import itertools
 import signal
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 import msgspec
 import psutil
@@ -32,101 +31,124 @@ from outpace.runtime.child_process import ChildProcess, describe_exit
 from outpace.runtime.cleanup import CleanupProcess
 from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
 from outpace.runtime.process_tree import child_environment
-from outpace.runtime.rpc import RpcFailure, attach_proxy, close_proxy, detach_proxy, ping_proxy, proxy
+from outpace.runtime.rpc import DEFAULT_DEADLINE_S, RpcFailure, RpcProxy, close_proxy
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
 MAX_LOG_READ = 20_000
 """Most bytes of a log that are read at a time."""
 
-LogMode = Literal["ab", "wb"]
+DUMP_S = 2.0
+"""How long a process may take to write its state to its log; the same time again after SIGUSR1."""
+
+P = TypeVar("P")
 
 
-class ComponentProcess:
-    """Parent side of one component process, from its start to its end, with its log."""
+class Component:
+    """Parent side of one component, across restarts of its process."""
 
-    def __init__(self, spec: ComponentSpec, child: ChildProcess, log: Path) -> None:
-        self._spec = spec
+    def __init__(self, spec: ComponentSpec, log: Path, cleanup: CleanupProcess | None) -> None:
+        self.spec = spec
+        self.child: ChildProcess | None = None
+        self.remote: RpcProxy | None = None
+        self.watcher: asyncio.Task[None] | None = None
         self._log = log
+        self._cleanup = cleanup
+        self._mark = ""  # by which the cleanup process finds what the current process has started
         self._ready = False
-        self.child = child
 
-    @classmethod
-    async def launch(
-        cls, spec: ComponentSpec, environment: dict[str, str], log: Path, mode: LogMode
-    ) -> ComponentProcess:
-        """Start the process. It is not ready before `send_spec`."""
-        with _open(log, mode) as output:
+    async def start_process(self, append: bool) -> ChildProcess:
+        """Start its process and wait until the component is ready. Kills the process on failure."""
+        self._ready = False
+        environment = _environment(self.spec)
+        if self._cleanup is not None:
+            self._mark = self._cleanup.new_mark()
+            environment |= self._cleanup.marked(self._mark)
+        with self._open_log(append) as output:
             child = await ChildProcess.start("outpace.runtime.child", environment=environment, output=output)
-        return cls(spec, child, log)
-
-    async def send_spec(self) -> None:
-        """Send the spec and wait until the component is ready. Kills the process on failure."""
+        self.child = child
         try:
-            await self._send_spec()
+            await self._send_spec(child)
             self._ready = True
         finally:
             if not self._ready:
-                self.child.kill()
-                self.child.channel.close()
+                child.kill()
+                child.channel.close()
+                self.sweep()
+        return child
 
-    async def _send_spec(self) -> None:
-        name = self._spec.name
+    def _open_log(self, append: bool) -> BinaryIO:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        return open(self._log, "ab" if append else "wb")
+
+    async def _send_spec(self, child: ChildProcess) -> None:
+        name = self.spec.name
         try:
-            async with asyncio.timeout(self._spec.start_s):
-                await self.child.channel.send(self._spec)
-                hello = await self.child.channel.receive(StartupReply)
+            async with asyncio.timeout(self.spec.start_s):
+                await child.channel.send(self.spec)
+                hello = await child.channel.receive(StartupReply)
         except TimeoutError:
-            raise errors.ComponentFailed(name, f"was not ready within {self._spec.start_s:g} s", self.tail()) from None
+            raise errors.ComponentFailed(name, f"was not ready within {self.spec.start_s:g} s", self._tail()) from None
         except OSError:
             hello = None
         if hello is None:
-            end = await self.child.describe_end(STOP_DEADLINE_S)
-            raise errors.ComponentFailed(name, f"did not start: it {end}", self.tail())
+            end = await child.describe_end(STOP_DEADLINE_S)
+            raise errors.ComponentFailed(name, f"did not start: it {end}", self._tail())
         if isinstance(hello, RpcFailure):
             raise hello.error(name)
 
     async def death(self) -> errors.ComponentLost:
         """Wait until the process ends and return the cause."""
-        how, tail = describe_exit(await asyncio.shield(self.child.ended)), self.tail()
+        assert self.child is not None, "it has been started"
+        how, tail = describe_exit(await asyncio.shield(self.child.ended)), self._tail()
         _, broken_down, why = tail.rpartition("\n")[2].partition(BROKEN_PREFIX)
-        return errors.ComponentLost(self._spec.name, why if broken_down else how, tail)
+        return errors.ComponentLost(self.spec.name, why if broken_down else how, tail)
+
+    def sweep(self) -> None:
+        """End everything that its process has started."""
+        if self._cleanup is not None:
+            self._cleanup.sweep(self._mark)
 
     async def stop(self) -> None:
         """Close the channel, which makes the process exit; kill it if it does not."""
+        if self.watcher is not None:
+            self.watcher.cancel()
+        close_proxy(self.remote)
+        if self.child is None:
+            return
         self.child.channel.close()
         if not await self.child.gone(STOP_DEADLINE_S):
             self.child.kill()
             await self.child.gone(STOP_DEADLINE_S)
 
-    def tail(self) -> str:
-        """Return the end of its log, empty if there is none."""
-        lines = self._log_since(self._log_size() - MAX_LOG_READ).splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
-
-    async def dump_state(self, within_s: float) -> str:
-        """Return the waits, tasks and thread stacks that the process writes to its log on a signal."""
-        state = self._state()
-        if state != "running" or not self._ready:
-            return f"{self._spec.name} (process {self.child.pid}) is {state}"
+    async def dump_state(self, child: ChildProcess) -> str:
+        """Return the waits, tasks and thread stacks that its process writes to its log on a signal."""
+        state = self._state(child)
+        if state != "running":
+            return f"{self.spec.name} (process {child.pid}) is {state}"
         length = self._log_size()
-        self.child.send_signal(signal.SIGUSR2)
-        await asyncio.sleep(within_s)
+        child.send_signal(signal.SIGUSR2)
+        await asyncio.sleep(DUMP_S)
         if STATE_REPORT_HEADER not in self._log_since(length):
-            self.child.send_signal(signal.SIGUSR1)
-            await asyncio.sleep(within_s)
+            child.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(DUMP_S)
         dump = self._log_since(length) or "wrote nothing to its log, not even its thread stacks"
-        return f"{self._spec.name} (process {self.child.pid}):\n{dump}"
+        return f"{self.spec.name} (process {child.pid}):\n{dump}"
 
-    def _state(self) -> str:
-        if not self.child.lives:
+    def _state(self, child: ChildProcess) -> str:
+        if not child.lives:
             return "dead"
         try:
-            state = psutil.Process(self.child.pid).status()
+            state = psutil.Process(child.pid).status()
         except psutil.Error:
             return "dead"
         named = {psutil.STATUS_STOPPED: "stopped by a signal", psutil.STATUS_ZOMBIE: "a zombie"}
         return named.get(state, "running") if self._ready else "starting"
+
+    def _tail(self) -> str:
+        """Return the end of its log, empty if there is none."""
+        lines = self._log_since(self._log_size() - MAX_LOG_READ).splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def _log_size(self) -> int:
         """Size in bytes, 0 if the log was removed: reporting a death must not depend on the log."""
@@ -144,29 +166,7 @@ class ComponentProcess:
             return ""
 
 
-def _open(path: Path, mode: LogMode) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, mode)
-
-
-P = TypeVar("P")
-
-DUMP_S = 2.0
-"""How long a process may take to write its state to its log; the same time again after SIGUSR1."""
-
-
-@dataclass
-class _Component:
-    """State of a component that is kept across restarts of its process."""
-
-    spec: ComponentSpec
-    process: ComponentProcess | None = None
-    mark: str = ""  # by which the cleanup process finds what this process has started
-    remote: object = None
-    watcher: asyncio.Task[None] | None = None
-
-
-def _stop_order(component: _Component) -> tuple[bool, bool]:
+def _stop_order(component: Component) -> tuple[bool, bool]:
     """Sort key: first the components that no other calls, then those that call others, then the rest."""
     return component.spec.listen is not None, not component.spec.peers
 
@@ -185,101 +185,77 @@ class LocalRuntime:
         self._logs = logs
         self._append = append
         self._cleanup = cleanup
-        self._components: dict[str, _Component] = {}
+        self._components: dict[str, Component] = {}
         self._stopping = False
         self.deaths: asyncio.Queue[errors.ComponentFailed] = asyncio.Queue()
 
     async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
-        component = self._components[spec.name] = _Component(spec)
-        process = await self._launch(component, "ab" if self._append else "wb")
-        remote = proxy(protocol, process.child.channel, spec.name)
-        component.remote = remote
-        self._watch(component, process)
-        return remote
+        component = self._components[spec.name] = Component(spec, self._logs / f"{spec.name}.log", self._cleanup)
+        child = await self._start_process(component, self._append)
+        component.remote = RpcProxy(protocol, child.channel, spec.name, DEFAULT_DEADLINE_S)
+        return cast(P, component.remote)
 
     def spec(self, name: str) -> ComponentSpec:
         return self._components[name].spec
 
     async def restart(self, name: str) -> None:
         component = self._components[name]
-        if component.process is not None and not await component.process.child.gone(STOP_DEADLINE_S):
+        if component.child is not None and not await component.child.gone(STOP_DEADLINE_S):
             raise errors.ComponentFailed(name, "is still running and cannot be restarted")
         component.spec = msgspec.structs.replace(component.spec, attempt=component.spec.attempt + 1)
-        process = await self._launch(component, "ab")
-        attach_proxy(component.remote, process.child.channel)
-        self._watch(component, process)
+        child = await self._start_process(component, append=True)
+        assert component.remote is not None, "it was started before"
+        component.remote.attach(child.channel)
 
     async def kill(self, name: str) -> None:
-        process = self._components[name].process
-        if process is not None:
-            process.child.kill()
+        child = self._components[name].child
+        if child is not None:
+            child.kill()
 
     async def retire(self, name: str) -> None:
         component = self._components.pop(name)
-        await self._stop(component)
-        self._sweep(component)
+        await component.stop()
+        component.sweep()
 
     async def ping(self, name: str, deadline_s: float) -> bool:
-        return await ping_proxy(self._components[name].remote, deadline_s)
+        remote = self._components[name].remote
+        return remote is None or await remote.ping(deadline_s)
 
     async def dump(self) -> str:
-        processes = [component.process for component in self._components.values() if component.process is not None]
-        dumps = await asyncio.gather(*(process.dump_state(DUMP_S) for process in processes))
+        started = [(each, each.child) for each in self._components.values() if each.child is not None]
+        dumps = await asyncio.gather(*(component.dump_state(child) for component, child in started))
         return "\n\n".join([f"controller:\n{diagnostics.describe_waits()}\n{diagnostics.describe_tasks()}", *dumps])
 
     async def stop(self) -> None:
         self._stopping = True
         callers_first = sorted(self._components.values(), key=_stop_order)
         for _, components in itertools.groupby(callers_first, key=_stop_order):
-            await asyncio.gather(*(self._stop(component) for component in components))
+            await asyncio.gather(*(component.stop() for component in components))
         self._components.clear()
 
-    async def _launch(self, component: _Component, mode: LogMode) -> ComponentProcess:
-        log = self._logs / f"{component.spec.name}.log"
-        environment = _environment(component.spec)
-        if self._cleanup is not None:
-            component.mark = self._cleanup.new_mark()
-            environment = environment | self._cleanup.marked(component.mark)
-        process = component.process = await ComponentProcess.launch(component.spec, environment, log, mode)
-        try:
-            await process.send_spec()
-        except BaseException:  # `send_spec` has killed it
-            self._sweep(component)
-            raise
+    async def _start_process(self, component: Component, append: bool) -> ChildProcess:
+        child = await component.start_process(append)
         if self._stopping:
             raise errors.ComponentFailed(component.spec.name, "was stopped")
-        return process
+        component.watcher = asyncio.create_task(self._report_death(component), name=f"watch {component.spec.name}")
+        return child
 
-    def _watch(self, component: _Component, process: ComponentProcess) -> None:
-        name = component.spec.name
-        component.watcher = asyncio.create_task(self._report_death(component, process), name=f"watch {name}")
-
-    async def _report_death(self, component: _Component, process: ComponentProcess) -> None:
-        death = await self._wait_for_end(process, component.spec.name)
+    async def _report_death(self, component: Component) -> None:
+        """Wait until the process ends. If waiting fails, kill it and report that: its death must never go unnoticed."""
+        child = component.child
+        assert child is not None, "it has been started"
+        try:
+            death = await component.death()
+        except Exception as error:  # task boundary
+            child.kill()
+            text = "".join(traceback.format_exception(error))
+            why = f"could not be monitored: {type(error).__name__}: {error}"
+            death = errors.ComponentLost(component.spec.name, why, text)
         if self._stopping:
             return
         try:
-            self._sweep(component)
-            detach_proxy(component.remote, death)
+            component.sweep()
+            assert component.remote is not None, "it is set as soon as the component is ready"
+            component.remote.detach(death)
         finally:
             self.deaths.put_nowait(death)
-
-    async def _wait_for_end(self, process: ComponentProcess, name: str) -> errors.ComponentLost:
-        """Wait until the process ends. If waiting fails, kill it and report that: its death must never go unnoticed."""
-        try:
-            return await process.death()
-        except Exception as error:  # task boundary
-            process.child.kill()
-            text = "".join(traceback.format_exception(error))
-            return errors.ComponentLost(name, f"could not be monitored: {type(error).__name__}: {error}", text)
-
-    def _sweep(self, component: _Component) -> None:
-        if self._cleanup is not None:
-            self._cleanup.sweep(component.mark)
-
-    async def _stop(self, component: _Component) -> None:
-        if component.watcher is not None:
-            component.watcher.cancel()
-        close_proxy(component.remote)
-        if component.process is not None:
-            await component.process.stop()

@@ -10,11 +10,10 @@ the marks of everything that it starts. Descendants are found in three ways, bec
 
 Not found: a process that left its session, lost its parent and dropped the mark.
 
-Marks cost a scan of /proc: 50 µs of CPU time per process on a slow core. We tried the alternatives on a descendant that
-forked twice and called setsid, after its parent was killed. A subreaper (PR_SET_CHILD_SUBREAPER) gets the orphans of
-all of its children but not whose they are, and loses them to init when it is killed itself. A parent-death signal does
-not reach grandchildren. A cgroup holds exactly the right processes, but an ordinary user may not create one, nor may
-root in a container that mounts the cgroup file system read-only.
+Marks cost a scan of /proc: 50 µs of CPU time per process on a slow core. The alternatives are worse. A subreaper gets
+the orphans of all of its children but not whose they are, and loses them to init when it is killed itself. A
+parent-death signal does not reach grandchildren. An ordinary user may not create a cgroup, nor may root in a container
+that mounts the cgroup file system read-only.
 
 A process may put anything into its environment. So a value is only compared with the marks that are looked for, by
 their exact lengths, and a mark is extended only if it has the format of `new_mark`.

@@ -41,11 +41,11 @@ class ReconnectingProxy(RpcProxy):
         self._token = token
         self._patience_s = patience_s
         self._connected = asyncio.Event()
-        self._changed: Callable[[], None] = _ignore_change
+        self._changed: Callable[[], object] = lambda: None
         super().__init__(protocol, channel, component, DEFAULT_DEADLINE_S)
 
-    def _attach(self, channel: Channel) -> None:
-        super()._attach(channel)
+    def attach(self, channel: Channel) -> None:
+        super().attach(channel)
         self._connected.set()
         self._changed()
 
@@ -76,7 +76,7 @@ class ReconnectingProxy(RpcProxy):
             self._changed()
             return
         log.info("reconnected to %s", self._component)
-        self._attach(new_channel)
+        self.attach(new_channel)
 
     async def _reconnect(self) -> Channel:
         while True:
@@ -87,14 +87,10 @@ class ReconnectingProxy(RpcProxy):
                 log.warning("cannot connect to %s, retrying: %s", self._component, error)
                 await asyncio.sleep(TROUBLE_PAUSE_S)
 
-    def _detach(self, error: errors.ComponentFailed) -> None:
-        super()._detach(error)
+    def detach(self, error: errors.ComponentFailed) -> None:
+        super().detach(error)
         self._connected.set()  # waiting calls must raise, because it never reconnects
         self._changed()
-
-
-def _ignore_change() -> None:
-    return
 
 
 def is_connected(remote: object) -> bool:
@@ -103,7 +99,7 @@ def is_connected(remote: object) -> bool:
     return remote._connected.is_set() if isinstance(remote, ReconnectingProxy) else True
 
 
-def on_connection_change(remote: object, changed: Callable[[], None]) -> None:
+def on_connection_change(remote: object, changed: Callable[[], object]) -> None:
     """Call `changed` on the event loop whenever the connection to a peer is lost or restored."""
     if isinstance(remote, ReconnectingProxy):
         remote._changed = changed

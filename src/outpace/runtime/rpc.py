@@ -129,7 +129,7 @@ class RpcFailure(msgspec.Struct, tag="failure"):
 RpcFrame = RpcCall | RpcReply | RpcFailure
 
 PING = "ping"
-"""A call that every serving loop answers itself. No protocol may have a method of this name."""
+"""A call that every serving loop answers itself."""
 
 
 class Channel:
@@ -181,7 +181,8 @@ ErrorOf = Callable[[RpcFailure], Exception]
 
 
 class RpcProxy:
-    """The calling side. Attribute access returns a coroutine function that performs the call."""
+    """The calling side. Attribute access returns a coroutine function that performs the call, except for the methods
+    `attach`, `detach` and `ping`, whose names no protocol may use."""
 
     def __init__(
         self, protocol: type, channel: Channel, component: str, deadline_s: float, error_of: ErrorOf | None = None
@@ -192,10 +193,10 @@ class RpcProxy:
         self._error_of = error_of or (lambda failure: failure.error(component))
         self._calls = 0
         self._pending: dict[int, asyncio.Future[bytes]] = {}
-        self._attach(channel)
+        self.attach(channel)
 
-    def _attach(self, channel: Channel) -> None:
-        """Use this channel from now on. Calls pending on the previous channel are lost."""
+    def attach(self, channel: Channel) -> None:
+        """Use this channel from now on."""
         self._channel = channel
         self._down: errors.ComponentFailed | None = None
         self._reader = asyncio.create_task(self._read(channel), name=f"replies of {self._component}")
@@ -215,7 +216,8 @@ class RpcProxy:
             value = await self._exchange(method, wire.encode(args), self._deadline_s)
         return wire.decode(value, result)
 
-    async def _ping(self, deadline_s: float) -> bool:
+    async def ping(self, deadline_s: float) -> bool:
+        """Return whether the process at the other end replies in time."""
         try:
             await self._exchange(PING, b"", deadline_s)
         except errors.ComponentFailed:
@@ -269,45 +271,22 @@ class RpcProxy:
             if not reply.done():
                 reply.set_exception(_copy(error))
 
-    def _detach(self, error: errors.ComponentFailed) -> None:
+    def detach(self, error: errors.ComponentFailed) -> None:
+        """Close the channel. Every call raises `error` until `attach`."""
         self._fail(error)
         self._reader.cancel()
         self._channel.close()
 
 
-def proxy(
-    protocol: type[P],
-    channel: Channel,
-    component: str,
-    deadline_s: float = DEFAULT_DEADLINE_S,
-    error_of: ErrorOf | None = None,
-) -> P:
-    """Return a remote object that implements `protocol`. `deadline_s` is the timeout of each call. `error_of` replaces
-    `RpcFailure.error`."""
-    return cast(P, RpcProxy(protocol, channel, component, deadline_s, error_of))
+def proxy(protocol: type[P], channel: Channel, component: str, deadline_s: float = DEFAULT_DEADLINE_S) -> P:
+    """Return a remote object that implements `protocol`. `deadline_s` is the timeout of each call."""
+    return cast(P, RpcProxy(protocol, channel, component, deadline_s))
 
 
 def close_proxy(remote: object) -> None:
     """Close a proxy's reader and channel. Does nothing for other objects."""
     if isinstance(remote, RpcProxy):
-        remote._detach(errors.ComponentFailed(remote._component, "was stopped"))
-
-
-def detach_proxy(remote: object, error: errors.ComponentFailed) -> None:
-    """Disconnect a proxy whose component is gone. Every call raises `error` until `attach_proxy`."""
-    assert isinstance(remote, RpcProxy)
-    remote._detach(error)
-
-
-def attach_proxy(remote: object, channel: Channel) -> None:
-    """Connect a detached proxy to the component at the other end of `channel`."""
-    assert isinstance(remote, RpcProxy)
-    remote._attach(channel)
-
-
-async def ping_proxy(remote: object, deadline_s: float) -> bool:
-    """Return whether the process behind a proxy replies in time. True for objects in this process."""
-    return await remote._ping(deadline_s) if isinstance(remote, RpcProxy) else True
+        remote.detach(errors.ComponentFailed(remote._component, "was stopped"))
 
 
 def _copy(error: errors.ComponentFailed) -> errors.ComponentFailed:

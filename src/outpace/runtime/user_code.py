@@ -22,14 +22,14 @@ import math
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from outpace.errors import ComponentFailed, ComponentLost, one_line
 from outpace.runtime.async_tools import with_time_limit
 from outpace.runtime.child_process import ChildProcess, ProcessOutput
 from outpace.runtime.process_table import MARK_VARIABLE, new_mark
 from outpace.runtime.process_tree import child_environment
-from outpace.runtime.rpc import RpcFailure, detach_proxy, proxy
+from outpace.runtime.rpc import RpcFailure, RpcProxy
 from outpace.runtime.wire import WireError
 
 LOAD_LIMIT_S = 300.0
@@ -101,7 +101,7 @@ class UserCodeProcess(Generic[P]):
         self._sound = False
         self._output.allow()
         try:
-            result = await with_time_limit(timeout_s, request(self._remote))
+            result = await with_time_limit(timeout_s, request(cast(P, self._remote)))
         except UserCodeError:
             self._sound = True
             raise
@@ -125,7 +125,7 @@ class UserCodeProcess(Generic[P]):
         await asyncio.wait({self._starting})
         if not self._started():
             return
-        detach_proxy(self._remote, ComponentLost(self._whose, "was ended"))
+        self._remote.detach(ComponentLost(self._whose, "was ended"))
         if patience_s:
             await self._child.gone(patience_s)
         await self._child.end(self._mark, self._whose)
@@ -152,10 +152,10 @@ class UserCodeProcess(Generic[P]):
         except BaseException:
             self._child.kill()
             raise
-        self._remote = proxy(self._protocol, self._child.channel, self._whose, math.inf, UserCodeError)
+        self._remote = RpcProxy(self._protocol, self._child.channel, self._whose, math.inf, UserCodeError)
         # Pending calls fail when the process ends, even if a forked copy of it holds the socket open.
         lost = ComponentLost(self._whose, "has ended")
-        self._child.ended.add_done_callback(lambda _: detach_proxy(self._remote, lost))
+        self._child.ended.add_done_callback(lambda _: self._remote.detach(lost))
 
     async def _death(self) -> UserCodeDied:
         how = await self._child.describe_end(END_LIMIT_S)
