@@ -120,6 +120,20 @@ def test_the_counts_of_an_epoch_add_up_to_its_tasks() -> None:
     assert (second["planned"], second["running"]) == (2, 2)
 
 
+def test_finalized_visits_are_counted_also_after_a_restore() -> None:
+    ledger = fresh()
+    assert ledger.finalized == 0
+    issue(ledger, 5)
+    for position in (0, 1, 2, 4):
+        ledger.finalize(position, "failed")
+    assert ledger.finalized == 4
+    restored = Ledger(3, 2, ledger.state())
+    assert restored.finalized == 4
+    restored.issue()
+    restored.finalize(3, "skipped")
+    assert restored.finalized == 5
+
+
 def test_old_epochs_are_merged_into_one_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_EPOCHS", 3)
     ledger = fresh(tasks=1, epochs=None)
