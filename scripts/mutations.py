@@ -36,10 +36,18 @@ SLOWER = "slow or alone or vllm or smollm2 or nightly or gpu"
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs")
 
 TARGETS = {
-    "src/outpace/controller/scheduler.py": ["tests/controller", "tests/simulator"],
-    "src/outpace/controller/ledger.py": ["tests/controller", "tests/simulator"],
+    "src/outpace/controller/scheduler.py": [
+        "tests/controller/test_scheduler.py",
+        "tests/controller",
+        "tests/simulator",
+    ],
+    "src/outpace/controller/ledger.py": ["tests/controller/test_ledger.py", "tests/controller", "tests/simulator"],
     "src/outpace/learner/loss.py": ["tests/learner/test_loss.py", "tests/learner"],
-    "src/outpace/learner/packing.py": ["tests/learner/test_packing.py", "tests/learner"],
+    "src/outpace/learner/packing.py": [
+        "tests/learner/test_packing.py",
+        "tests/learner/test_forward.py",
+        "tests/learner",
+    ],
     "src/outpace/learner/batch_learner.py": ["tests/learner/test_batch_learner.py", "tests/learner"],
     "src/outpace/engines/fleet.py": ["tests/engines/test_fleet.py", "tests/engines/test_failover.py"],
     "src/outpace/rollouts/transcript.py": ["tests/rollouts/test_chat.py", "tests/rollouts"],

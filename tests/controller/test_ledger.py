@@ -120,6 +120,20 @@ def test_the_counts_of_an_epoch_add_up_to_its_tasks() -> None:
     assert (second["planned"], second["running"]) == (2, 2)
 
 
+def test_finalized_visits_are_counted_also_after_a_restore() -> None:
+    ledger = fresh()
+    assert ledger.finalized == 0
+    issue(ledger, 5)
+    for position in (0, 1, 2, 4):
+        ledger.finalize(position, "failed")
+    assert ledger.finalized == 4
+    restored = Ledger(3, 2, ledger.state())
+    assert restored.finalized == 4
+    restored.issue()
+    restored.finalize(3, "skipped")
+    assert restored.finalized == 5
+
+
 def test_old_epochs_are_merged_into_one_tally(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_EPOCHS", 3)
     ledger = fresh(tasks=1, epochs=None)
@@ -187,16 +201,17 @@ def test_the_report_names_visits_finalized_twice_and_visits_of_ended_epochs_that
     assert report["never"] == ["epoch 0: task 0", "epoch 0: task 2"], "the second epoch has not ended"
 
 
-@pytest.mark.parametrize("state", ["planned", "running", "finished"])
-def test_an_epoch_with_an_open_visit_has_no_visit_that_was_never_finalized(tmp_path: Path, state: str) -> None:
-    ledger = fresh(tasks=1)
-    issue(ledger, 1)
-    if state == "planned":
-        ledger.requeue(0)
-    if state == "finished":
-        ledger.finish(0)
+@pytest.mark.parametrize("states", [("planned", "running"), ("planned", "finished"), ("running", "finished")])
+def test_an_epoch_with_open_visits_has_none_that_was_never_finalized(tmp_path: Path, states: tuple[str, str]) -> None:
+    ledger = fresh(tasks=2)
+    for position, state in zip(issue(ledger, 2), states, strict=True):
+        if state == "planned":
+            ledger.requeue(position)
+        if state == "finished":
+            ledger.finish(position)
     report = ledger_report(write_run(tmp_path, 1, ledger, []))
-    assert (report["epochs"][0][state], report["never"]) == (1, [])
+    assert [report["epochs"][0][state] for state in states] == [1, 1]
+    assert report["never"] == []
 
 
 @pytest.mark.parametrize(("issued", "tasks"), [(3, 3), (0, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,33 @@ def test_the_arrival_order_of_groups_does_not_change_the_updates(
         found.append(weights_of(core))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found[2], found[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("minibatches", [2, 3])
+def test_every_pass_distributes_the_groups_over_its_updates_in_another_way(
+    make_llama: MakeLlama, records: list[GroupRecord], monkeypatch: pytest.MonkeyPatch, minibatches: int
+) -> None:
+    group_of = {row.tokens.tobytes(): record.group for record in records for row in record.rows}
+
+    def groups_of_updates() -> list[list[int]]:
+        core, batch = make(make_llama, {"algorithm.minibatches": minibatches, "algorithm.epochs_per_batch": 4})
+        found, accumulate = [], core.accumulate
+
+        def record_groups(rows: list[Row], *more: Any) -> ChunkReport:
+            found.append(sorted({group_of[row.tokens.tobytes()] for row in rows}))
+            return accumulate(rows, *more)
+
+        monkeypatch.setattr(core, "accumulate", record_groups)
+        batch.add(records, replayed=False)
+        batch.train()
+        return found
+
+    updates = groups_of_updates()
+    passes = [updates[first : first + minibatches] for first in range(0, len(updates), minibatches)]
+    assert [sorted(chain(*each)) for each in passes] == [list(range(6))] * 4, "every group once per pass"
+    assert {len(update) for update in updates} == {6 // minibatches}
+    assert len({str(each) for each in passes}) > 1
+    assert groups_of_updates() == updates, "the same seed distributes alike"
 
 
 def test_m2po_masks_over_the_tokens_of_the_whole_batch(make_llama: MakeLlama, records: list[GroupRecord]) -> None:

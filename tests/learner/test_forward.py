@@ -209,3 +209,7 @@ def test_document_buckets_map_every_token_back_to_its_own_position(lengths: list
 def test_buckets_waste_at_most_an_eighth_on_long_documents(length: int) -> None:
     width = bucket_width(length)
     assert length <= width <= max(length + 15, length * 9 // 8)
+
+
+def test_buckets_have_at_most_eight_widths_per_octave() -> None:
+    assert len({bucket_width(length) for length in range(1025, 2049)}) == 8

@@ -157,6 +157,20 @@ async def test_a_saved_learner_resumes_at_its_version(
     assert results[0].loss_sum == results[1].loss_sum
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_groups_of_the_batch_begun_before_a_load_are_not_trained(
+    make_learner: Make, journalled: Callable[[int], list[JournalLocation]], tmp_path: Path, stream: bool
+) -> None:
+    learner = make_learner(dotted={"learner.stream": stream})
+    locations = journalled(4)
+    (tmp_path / "state").mkdir()
+    assert await learner.save(str(tmp_path / "state"), 0)
+    await learner.chunk(0, locations[:3])
+    assert await learner.load(str(tmp_path / "state")) == 0
+    chunk = await learner.chunk(0, locations[3:])
+    assert (await learner.step(0)).tokens == chunk.tokens > 0
+
+
 async def test_training_continues_while_a_state_is_written(
     make_learner: Make,
     journalled: Callable[[int], list[JournalLocation]],
