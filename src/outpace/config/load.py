@@ -147,13 +147,16 @@ def keys_replaced_by(file: FlatSettings, overrides: FlatSettings) -> set[str]:
     """Return the file's settings that an override replaces: those of a choice that it changes.
 
     Another policy loss, estimator or engine kind drops the settings that only the file's choice has, running servers
-    replace servers to launch, and vice versa. Settings given in the overrides are never dropped."""
+    replace servers to launch, and vice versa; without trackers, their settings go. Settings given in the overrides are
+    never dropped."""
     replaced = {
         key
         for section in ("policy_loss", "advantage")
         for key in file
         if key.startswith(f"{section}.") and key not in FIELDS and _changes(f"{section}.name", file, overrides)
     }
+    if overrides.get("run.report_to") == []:
+        replaced |= {key for key in file if key.startswith("report.")}
     if _changes("engine.kind", file, overrides):
         kind = overrides["engine.kind"]
         unread = {key for key, info in FIELDS.items() if _is_of_another_kind(info, kind)}

@@ -69,7 +69,8 @@ RENAMED_VALUES: Mapping[str, Mapping[Any, Any]] = {
 """Values of outpace 0.1 that have a new name, by the new name of their setting."""
 
 _ONE_DEVICE = _absent("the learner runs on one device; sharding is not supported yet; leave this out")
-_NO_TRACKER = _absent("trackers are not supported yet; metrics are in metrics.jsonl in run.dir")
+_TRACKER = _use("run.report_to", note='such as ["wandb"]')
+_TRACKER_PROJECT = _use("report.project")
 _AUTOMATIC = _absent("micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass")
 _NO_TRUNCATED_SAMPLING = _absent("truncated or reshaped sampling biases the importance weights; leave this out")
 _GROUPS = "counts groups: samples per optimizer step divided by rollout.group_size"
@@ -192,8 +193,9 @@ TRL: Mapping[str, Equivalent] = {
     "log_completions": _use("run.save_rollouts", note="groups per step"),
     "num_completions_to_print": _use("run.save_rollouts", note="groups per step"),
     "logging_steps": _absent("every step is logged to metrics.jsonl in run.dir; leave this out"),
-    "report_to": _NO_TRACKER,
-    "run_name": _use("run.dir"),
+    "report_to": _TRACKER,
+    "project": _TRACKER_PROJECT,
+    "run_name": _use("run.dir", "report.name"),
     "push_to_hub": _absent("export the model with `outpace export` and upload it; leave this out"),
     "deepspeed": _ONE_DEVICE,
     "fsdp": _ONE_DEVICE,
@@ -273,8 +275,8 @@ VERL: Mapping[str, Equivalent] = {
     "trainer.max_actor_ckpt_to_keep": _use("checkpoint.keep"),
     "trainer.default_local_dir": _use("run.dir"),
     "trainer.resume_mode": _absent("resume with `outpace train --resume RUN`"),
-    "trainer.logger": _NO_TRACKER,
-    "trainer.project_name": _NO_TRACKER,
+    "trainer.logger": _TRACKER,
+    "trainer.project_name": _TRACKER_PROJECT,
     "trainer.experiment_name": _use("run.dir"),
     "trainer.device": _use("run.device"),
     "trainer.n_gpus_per_node": _ONE_DEVICE,
@@ -317,7 +319,7 @@ PRIME_RL: Mapping[str, Equivalent] = {
     "client.base_url": _use("engine.urls", note=_SERVER_URLS),
     "inference.parallel.tp": _TENSOR_PARALLEL,
     "clean_output_dir": _use("run.overwrite"),
-    "wandb": _NO_TRACKER,
+    "wandb": _TRACKER,
 }
 """Keys of prime-rl's TOML files, without the process name where several processes share a key."""
 
@@ -356,7 +358,7 @@ OPENRLHF: Mapping[str, Equivalent] = {
     "save_path": _use("run.dir"),
     "ckpt_path": _use("run.dir"),
     "zero_stage": _ONE_DEVICE,
-    "use_wandb": _NO_TRACKER,
+    "use_wandb": _TRACKER,
     "enable_vllm_is_correction": _use("correction.weight", note='"token"'),
 }
 
@@ -373,7 +375,7 @@ AXOLOTL: Mapping[str, Equivalent] = {
     "gradient_clipping": _use("learner.max_grad_norm"),
     "evals_per_epoch": _use("eval.every", note="in steps"),
     "saves_per_epoch": _use("checkpoint.every", note="in steps"),
-    "wandb_project": _NO_TRACKER,
+    "wandb_project": _TRACKER_PROJECT,
     "prefetch_depth": _use("pacing.depth", note="in batches"),
     "vllm_sync_interval": _use("weights.every"),
     "replay_buffer_size": _use("replay.fraction"),
