@@ -24,6 +24,8 @@ from outpace.runtime.cleanup import RuntimeDirectory
 
 CHECK_S = 60.0
 """Limit of the check whether the trackers are installed."""
+NOTICE_S = 2.0
+"""After this time at the end of a run, say what is being waited for."""
 EXIT_S = 5.0
 """How much longer than `report.finish_s` the process may take before it is killed."""
 
@@ -137,7 +139,11 @@ class RunReporter:
             self._finishing = True
             assert self._process.stdin is not None
             self._process.stdin.close()
-            done, _ = await asyncio.wait([self._messages], timeout=within_s)
+            done, waiting = await asyncio.wait([self._messages], timeout=min(within_s or NOTICE_S, NOTICE_S))
+            if waiting and within_s != 0:
+                self._say("trackers: sending what they do not have yet")
+                left = None if within_s is None else within_s - NOTICE_S
+                done, _ = await asyncio.wait(waiting, timeout=left)
             if not done:
                 self._say(f"trackers: the reporter does not answer; send the rest with: {self._remedy}")
             return self._process.returncode
