@@ -23,7 +23,7 @@ from outpace.config.reporting import TRACKERS
 from outpace.monitoring.reporter import BOOTSTRAP, ReportOrder
 from outpace.monitoring.run_directory import RunLog
 from reporting.test_reporter import ATTEMPT
-from support import as_arguments, read_lines, run_command, start_command
+from support import as_arguments, names, read_lines, run_command, start_command
 from system.conftest import rewards, settings, tasks, toy_model
 
 __all__ = ["rewards", "settings", "tasks", "toy_model"]
@@ -248,13 +248,14 @@ def test_a_full_disk_under_a_tracker_is_reported_and_what_it_missed_arrives_late
         stores.steps(1, 2)
         wait_for(lambda: stores.received(tracker) == 2)
         fill(small_disk)
-        stores.steps(3, 40)
-        process.communicate("", timeout=WITHIN_S + 60)
+        stores.steps(3, 20)
+        assert process.stdout is not None
+        assert names(process.stdout.readline(), f"{tracker} outpace report --to")
         (small_disk / "filler").unlink()
+        stores.steps(21, 40)
         stores.end(40)
-        again = stores.reporter(tracker)
-        finish(again)
-        assert again.returncode == 0
+        assert finish(process).strip() == f"{tracker}: receives metrics again"
+        assert process.returncode == 0
         assert len(read_lines(stores.run / "metrics.jsonl")) == 40
         assert sorted(last_values(stores.read(tracker)["steps"])) == list(range(1, 41))
     finally:

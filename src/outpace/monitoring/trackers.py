@@ -12,7 +12,11 @@ variables (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, …).
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +77,11 @@ class Trackio:
 
     def start(self, run: TrackedRun) -> str:
         name = run.run_id or self._new_name(run)
+        # If trackio cannot read its database, "allow" would begin another run of the same name.
+        resume = "never" if run.run_id is None else "must" if run.step > 0 else "allow"
         self._run = self._trackio.init(
             project=run.project, name=name, config=flat_config(run.config), auto_log_cpu=False, auto_log_gpu=False,
-            resume="never" if run.run_id is None else "allow", embed=False,
+            resume=resume, embed=False,
         )  # fmt: skip
         return name
 
@@ -118,15 +124,19 @@ class Tensorboard:
 
     def __init__(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
-        from tensorboard.summary.writer import event_file_writer
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary, self._tensor, self._types = event_pb2, summary_pb2, tensor_pb2, types_pb2
-        self._open: Callable[[str], Any] = event_file_writer.EventFileWriter
+        # Not its EventFileWriter, whose `flush` never returns once its thread could not write.
+        self._record_writer = RecordWriter
         self._writer: Any = None
 
     def start(self, run: TrackedRun) -> str:
         folder = run.directory / "trackers" / "tensorboard"
-        self._writer = self._open(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = self._record_writer(open(folder / name, "wb"))  # noqa: SIM115 - open until `finish`
+        self._add(0, file_version="brain.Event:2")
         if run.run_id is not None:
             began = self._event.SessionLog(status=self._event.SessionLog.START)
             self._add(run.step + 1, session_log=began)
@@ -159,7 +169,8 @@ class Tensorboard:
         self._add(step, summary=self._summary.Summary(value=[value]))
 
     def _add(self, step: int, at: float = 0.0, **content: Any) -> None:
-        self._writer.add_event(self._event.Event(wall_time=at or time.time(), step=step, **content))
+        event = self._event.Event(wall_time=at or time.time(), step=step, **content)
+        self._writer.write(event.SerializeToString())
 
 
 class Mlflow:
@@ -229,12 +240,15 @@ class Wandb:
     settle_s = 10.0
     """wandb stores in the background and does not say when: what was logged within this time is sent again after a
     failure."""
+    MIN_FREE_BYTES = 1024 * 1024
+    """With less space on the disk of its files it loses values and does not say so."""
     STORE_S = 1.0
     """How often it writes its local file; 15 seconds by default."""
 
     def __init__(self) -> None:
         import wandb
 
+        wandb.teardown()  # after a failure, its process still has the run and would refuse to continue it
         self._wandb = wandb
         self._run: Any = None
 
@@ -265,7 +279,8 @@ class Wandb:
         self._run.log({TABLE: table, "step": step})
 
     def flush(self) -> None:
-        pass
+        if shutil.disk_usage(self._run.dir).free < self.MIN_FREE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._run.dir)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         if summary is not None:
