@@ -297,7 +297,26 @@ def test_an_unreadable_state_file_is_named(rig: Rig) -> None:
     (rig.run / "trackers").mkdir()
     (rig.run / "trackers" / "recorded.json").write_text("{")
     rig.delivery.advance(ended=False)
+    rig.delivery.advance(ended=False)
     assert "recorded.json" in rig.lines[0]
+    assert rig.tracker.started == []
+
+
+def test_values_of_environment_variables_are_not_sent(tmp_path: Path) -> None:
+    rig = Rig(tmp_path / "run")
+    (rig.run / "resolved.toml").write_text('format = 2\n[launch]\nport = 1\nenv = {TOKEN = "secret"}\n')
+    rig.drain()
+    rig.delivery.close()
+    rig.log.close()
+    assert rig.tracker.started[0].config["launch"] == {"port": 1, "env": {"TOKEN": "***"}}
+
+
+def test_the_remedy_names_the_class_of_a_tracker_of_ones_own(rig: Rig) -> None:
+    rig.order = replace(rig.order, trackers=["my_trackers.py:recorded"])
+    rig.delivery = rig.new_delivery()
+    rig.tracker.down = "down"
+    rig.delivery.advance(ended=False)
+    assert rig.lines[0].endswith("--to my_trackers.py:recorded")
 
 
 def test_a_long_run_is_read_in_batches(rig: Rig) -> None:

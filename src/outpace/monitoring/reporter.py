@@ -98,6 +98,7 @@ class Delivery:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
+        self._reference = next((each for each in order.trackers if each.rpartition(":")[2] == name), name)
         self.done = self.failed = False
         self.busy_since: float | None = None
         self._make, self._order, self._say, self._clock = make, order, say, clock
@@ -144,7 +145,7 @@ class Delivery:
         """Say what the tracker still lacks, and how to send it."""
         return (
             f"{self.name}: has received {plural(self._settled.metrics, 'step')} so far; "
-            f"send the rest with: {resend_command(self._run, self.name)}"
+            f"send the rest with: {resend_command(self._run, self._reference)}"
         )
 
     def close(self) -> None:
@@ -189,13 +190,12 @@ class Delivery:
             raise BlockingIOError("another process is sending this run to it") from None
         except OSError as error:  # a file system without locks
             print(f"{self._state}: cannot be locked: {error}", file=sys.stderr)
-        self._lock = lock
         try:
-            self._position = self._settled = Position.from_json(self._state.read_text())
-        except FileNotFoundError:
-            pass
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{self._state} is not readable ({error}); remove it to send the run again") from None
+            self._position = self._settled = _read_position(self._state)
+        except BaseException:
+            os.close(lock)
+            raise
+        self._lock = lock
 
     def _connect(self, position: Position) -> None:
         self._tracker = None
@@ -259,8 +259,8 @@ class Delivery:
 
     def _consequence(self) -> str:
         if self._order.finish_s is None:
-            return f"run the command again to send the rest: {resend_command(self._run, self.name)}"
-        return f"training continues, and it gets what it misses later, or with: {resend_command(self._run, self.name)}"
+            return f"run the command again to send the rest: {resend_command(self._run, self._reference)}"
+        return f"training continues, and it gets what it misses later, or with: {resend_command(self._run, self._reference)}"
 
 
 class Reporter:
@@ -308,8 +308,21 @@ class Reporter:
             delivery.report_blocked()
 
 
+def _read_position(state: Path) -> Position:
+    try:
+        return Position.from_json(state.read_text())
+    except FileNotFoundError:
+        return Position()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{state} is not readable ({error}); remove it to send the run again") from None
+
+
 def _read_config(run: Path) -> dict[str, Any]:
-    return tomllib.loads((run / "resolved.toml").read_text())
+    """Return the settings of the run, without the values of `launch.env`, which may be secrets."""
+    config = tomllib.loads((run / "resolved.toml").read_text())
+    if env := config.get("launch", {}).get("env"):
+        config["launch"]["env"] = dict.fromkeys(env, "***")
+    return config
 
 
 def _read_summary(run: Path) -> dict[str, Any] | None:
