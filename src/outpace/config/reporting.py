@@ -37,10 +37,11 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
         if classes.count(name.rpartition(":")[2]) > 1:
             yield f"run.report_to: {name} is listed twice; remove one"
         elif name not in TRACKERS and not is_reference(name):
-            close = closest_names(name, TRACKERS)
-            hint = (
-                f"did you mean {close[0]}?"
-                if close
-                else f"use {', '.join(TRACKERS)} or your own, path/to/file.py:Class"
-            )
-            yield f"run.report_to: {name!r} is not a tracker; {hint}"
+            yield f"run.report_to: {name!r} is not a tracker; {_hint(name)}"
+
+
+def _hint(name: str) -> str:
+    if name == "none":
+        return "write [] for no tracker"
+    close = closest_names(name, TRACKERS)
+    return f"did you mean {close[0]}?" if close else f"use {', '.join(TRACKERS)} or your own, path/to/file.py:Class"

@@ -258,9 +258,10 @@ class Delivery:
         return min(MAX_PAUSE_S, 2.0 ** min(self._failures, 10))
 
     def _consequence(self) -> str:
+        command = resend_command(self._run, self._reference)
         if self._order.finish_s is None:
-            return f"run the command again to send the rest: {resend_command(self._run, self._reference)}"
-        return f"training continues, and it gets what it misses later, or with: {resend_command(self._run, self._reference)}"
+            return f"run the command again to send the rest: {command}"
+        return f"training continues, and it gets what it misses later, or with: {command}"
 
 
 class Reporter:
