@@ -7,7 +7,7 @@ the summary after the components have stopped. Its death does not end the run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -139,11 +139,11 @@ class RunReporter:
             self._finishing = True
             assert self._process.stdin is not None
             self._process.stdin.close()
-            done, waiting = await asyncio.wait([self._messages], timeout=min(within_s or NOTICE_S, NOTICE_S))
-            if waiting and within_s != 0:
+            limit = math.inf if within_s is None else within_s
+            done, waiting = await asyncio.wait([self._messages], timeout=min(limit, NOTICE_S))
+            if waiting and limit > NOTICE_S:
                 self._say("trackers: sending what they do not have yet")
-                left = None if within_s is None else within_s - NOTICE_S
-                done, _ = await asyncio.wait(waiting, timeout=left)
+                done, _ = await asyncio.wait(waiting, timeout=None if within_s is None else within_s - NOTICE_S)
             if not done:
                 self._say(f"trackers: the reporter does not answer; send the rest with: {self._remedy}")
             return self._process.returncode
@@ -153,8 +153,7 @@ class RunReporter:
     async def _remove(self) -> None:
         if self._messages is not None:
             self._messages.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._messages
+            await asyncio.gather(self._messages, return_exceptions=True)  # whatever it raised must not end the run
         if self._process is not None and self._process.returncode is None:
             await end_program(self._process, self._mark, "reporter")
         if self._directory is not None:
