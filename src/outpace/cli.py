@@ -1,4 +1,4 @@
-"""Command line: `outpace train | eval | play | show | export | ledger | serve | check-logprobs | fleet | simulate | …`.
+"""Command line: `outpace train | eval | play | show | export | ledger | report | serve | check-logprobs | fleet | …`.
 
 Every error that the user can fix is one line on standard error and exits with code 2. Exit codes: 0 success, 2 bad
 input, 3 stopped by a signal with a checkpoint, 4 component failed or unexpected error, 5 stalled, 130 aborted without
@@ -226,6 +226,13 @@ def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
     return run_check(arguments.run, settings)
 
 
+def report(arguments: argparse.Namespace, settings: list[str]) -> int:
+    from outpace.commands.report import report as send
+
+    print(send(arguments.run, arguments.to, settings, lambda line: print(f"outpace: {line}", file=sys.stderr)))
+    return 0
+
+
 def migrate(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.commands.migrate import migrate as convert
 
@@ -254,8 +261,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 COMMANDS = (
-    "train", "eval", "play", "show", "export", "ledger", "serve", "check-logprobs", "fleet", "simulate", "doctor",
-    "bench", "migrate",
+    "train", "eval", "play", "show", "export", "ledger", "report", "serve", "check-logprobs", "fleet", "simulate",
+    "doctor", "bench", "migrate",
 )  # fmt: skip
 _BENCHMARKS = {
     "engine": "outpace.commands.bench_engine",
@@ -365,7 +372,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
-    """Add the commands for a run directory: `show`, `export`, `ledger` and `migrate`."""
+    """Add the commands for a run directory: `show`, `export`, `ledger`, `report` and `migrate`."""
     this = commands.add_parser("show", help="print a run's rollouts: prompts, completions, rewards")
     this.add_argument("run", type=Path, help="run directory; the run may still be active")
     this.add_argument("--step", type=int, metavar="N", help="only this step (default: the newest)")
@@ -390,6 +397,13 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this = commands.add_parser("ledger", help="print the outcome counts of a run's tasks as JSON")
     this.add_argument("run", type=Path, help="run directory")
     this.set_defaults(verb=ledger)
+
+    this = commands.add_parser("report", help="send a run to experiment trackers", epilog=_SETTINGS_EPILOG)
+    this.add_argument("run", type=Path, help="run directory; the run may still be active")
+    this.add_argument(
+        "--to", metavar="TRACKER", action="append", default=[], help="only this tracker (default: run.report_to)"
+    )
+    this.set_defaults(verb=report)
 
     this = commands.add_parser("migrate", help="convert a run directory of outpace 0.1")
     this.add_argument("run", type=Path, help="run directory; no run may be active in it")

@@ -270,6 +270,9 @@ def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
         for key, mark in closed_keys(section).items():
             yield f"{name}.{key}", _why_closed(name, section, mark)
     yield from _unused_of_engines(config)
+    if not config.run.report_to:
+        why = "run.report_to is empty, so nothing is reported; name a tracker there"
+        yield from ((f"report.{key}", why) for key in type(config.report).model_fields)
     estimator = configured_advantage(config.advantage).registration
     if not estimator.critic:
         why = f'advantage.name is {estimator.name}, which has no critic; use "gae"'

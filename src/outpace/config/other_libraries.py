@@ -200,7 +200,10 @@ USE: Mapping[str, str] = {
     "eval.count": "eval.num_examples",
     "eval.max_running (concurrent episodes)": "per_device_eval_batch_size",
     "eval.holdout": "val_set_size",
-    "run.dir": "save_path ckpt_path trainer.default_local_dir trainer.experiment_name output_dir run_name",
+    "run.dir": "save_path ckpt_path trainer.default_local_dir trainer.experiment_name output_dir",
+    "run.dir and report.name": "run_name",
+    'run.report_to (such as ["wandb"])': "report_to trainer.logger use_wandb wandb",
+    "report.project": "project trainer.project_name wandb_project",
     "run.overwrite": "clean_output_dir overwrite_output_dir",
     "run.steps": "trainer.total_training_steps max_steps",
     "run.epochs": "epochs num_epochs num_episodes trainer.total_epochs num_train_epochs",
@@ -218,8 +221,6 @@ ABSENT: Mapping[str, str] = {
         "micro_batch_size micro_train_batch_size micro_rollout_batch_size ppo_micro_batch_size "
         "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz",
     "the optimizer is AdamW; leave this out": "optimizer optim",
-    "trackers are not supported yet; metrics are in metrics.jsonl in run.dir":
-        "wandb_project use_wandb wandb trainer.logger trainer.project_name report_to",
     "the learner runs on one device; sharding is not supported yet; leave this out":
         "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload deepspeed fsdp fsdp_config",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",

@@ -27,6 +27,7 @@ from outpace.config.algorithm import (
 )
 from outpace.config.base import OpenedBy, Section
 from outpace.config.engines import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
+from outpace.config.reporting import ReportConfig
 
 
 class ToolsConfig(Section):
@@ -386,6 +387,9 @@ class RunConfig(Section):
     """Maximum size of `rollouts/` in megabytes; beyond it the oldest files are deleted."""
     callback_errors: Literal["raise", "report"] = "raise"
     """On an exception in a callback: `raise` writes a checkpoint and ends the run, `report` only logs it."""
+    report_to: list[str] = []
+    """Experiment trackers: `trackio`, `wandb`, `tensorboard`, `mlflow`, or your own as `path/to/file.py:Class`. Each
+    needs its package, such as `pip install 'outpace[wandb]'`."""
 
 
 class Config(Section):
@@ -420,3 +424,4 @@ class Config(Section):
     supervise: SuperviseConfig = SuperviseConfig()
     eval: EvalConfig = EvalConfig()
     run: RunConfig = RunConfig()
+    report: ReportConfig = ReportConfig()

@@ -20,6 +20,7 @@ from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import ServerAddress, is_server_url, server_address
+from outpace.config.reporting import tracker_problems
 from outpace.errors import BadInput, one_line, plural, with_article
 from outpace.runtime.references import absolute_reference
 
@@ -120,8 +121,8 @@ FUNCTION_KEYS = (
 )
 """Settings that may name a function in a file, as `path/to/file.py:function`."""
 
-FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions")
-PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python")
+FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions", "run.report_to")
+PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python", "report.python")
 """Settings that may hold a path on this machine."""
 
 TRUNCATION_BIAS = "truncated sampling biases the importance weights: the learner cannot tell which tokens were kept"
@@ -317,6 +318,10 @@ def _check_deterministic(config: Config) -> Iterator[str]:
         yield "run.device: run.deterministic needs the CPU; use cpu, or remove run.deterministic"
 
 
+def _check_report(config: Config) -> Iterator[str]:
+    yield from tracker_problems(config.run.report_to)
+
+
 RULES: tuple[Rule, ...] = (
     _check_task_source,
     _check_task_options,
@@ -328,4 +333,5 @@ RULES: tuple[Rule, ...] = (
     _check_sampling,
     _check_publish_interval,
     _check_deterministic,
+    _check_report,
 )

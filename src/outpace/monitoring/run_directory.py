@@ -7,6 +7,7 @@
     batches.jsonl    one record per batch: the groups trained, and the prompt visits finalized without training
     evals.jsonl      one record per evaluation
     summary.json     results, written at the end
+    starts.jsonl     one record per start: the step that it continues from, and when
     rollouts/, checkpoints/, journal/, logs/
 
 Invariants
@@ -27,6 +28,7 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -143,11 +145,11 @@ OLD_MODEL_FOLDER = "model.old"
 """Model folder of an earlier run, kept until this run has started."""
 FILES = (
     *(CONFIG_FILE, RESOLVED_FILE, "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json"),
-    *("timeline.json", "fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl", OLD_CONFIG_FILE),
+    *("timeline.json", "fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl", OLD_CONFIG_FILE, "starts.jsonl"),
 )
 LINE_FILES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
-OPTIONAL_FOLDERS = ("bad_steps", MODEL_FOLDER)
+OPTIONAL_FOLDERS = ("bad_steps", MODEL_FOLDER, "trackers")
 """Folders that exist only in some runs. FILES, FOLDERS and OPTIONAL_FOLDERS are all that a run writes, and all that
 overwriting it removes."""
 
@@ -239,6 +241,8 @@ class RunLog:
         write_atomically(self.dir / CONFIG_FILE, settings)  # last: its presence makes this a run directory
         for name in LINE_FILES:
             self._lines[name] = LineFile(self.dir / name)
+        if not self._resuming:
+            self._record_start(0)
 
     def abandon(self) -> None:
         """Remove everything this run has created if it has not logged a step; otherwise just close."""
@@ -328,7 +332,13 @@ class RunLog:
                 self._lines[name] = LineFile(self.dir / name)
         rollout_files.roll_back(self.dir, step, rollout_files.steps_of_untrained_groups(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
+        self._record_start(step)  # last: those that follow the run read the shortened files after it
         return PastRun(self.dir, seconds, step)
+
+    def _record_start(self, step: int) -> None:
+        starts = LineFile(self.dir / "starts.jsonl")
+        starts.append({"step": step, "time": round(time.time(), 3)})
+        starts.close()
 
     def _seconds(self) -> float:
         """Return the wall-clock time over all starts of the run, from its summary or, if it was killed, its last

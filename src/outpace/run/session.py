@@ -39,6 +39,7 @@ from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.run.plan import RunPlan
+from outpace.run.reporting import EXIT_S, RunReporter, check_trackers
 from outpace.run.resume import (
     CheckpointWriter,
     ResumePoint,
@@ -102,6 +103,7 @@ class RunSession:
         recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
         console.start()
         self._console = console
+        self._reporter = RunReporter(self._config, self._log.dir, console.warning)
         try:
             reason = await self._drive(recorder)
             callbacks.check()
@@ -140,11 +142,15 @@ class RunSession:
         return f"stopped after step {steps}; resume with: {how}{again}"
 
     async def _finish_run(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
-        """Write the summary, call `on_run_end` and wait up to `callbacks_s` for the callbacks."""
+        """Write the summary, call `on_run_end`, wait up to `callbacks_s` for the callbacks and end the reporter."""
         await asyncio.to_thread(self._write_summary, recorder, ended)
         recorder.callbacks.post("on_run_end", ended)
-        with contextlib.suppress(ComponentFailed):  # a failed callback has already ended the run, or is checked next
-            await recorder.callbacks.close(callbacks_s)
+        reporter_s = 0.0 if callbacks_s == ABORT_CALLBACKS_S else self._config.report.finish_s + EXIT_S
+        try:
+            with contextlib.suppress(ComponentFailed):  # a failed callback has ended the run, or is checked next
+                await recorder.callbacks.close(callbacks_s)
+        finally:
+            await self._reporter.finish(reporter_s)
 
     def _write_summary(self, recorder: Recorder, ended: Summary) -> None:
         if not self._log.began:
@@ -162,6 +168,7 @@ class RunSession:
         count, streamed = self._plan.tasks.count, self._plan.stream is not None
         settings = scheduler_settings(self._config, count, self._plan.eval_count > 0, streamed)
         order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
+        await asyncio.to_thread(check_trackers, self._config, self._log.dir)
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
         for line in await asyncio.to_thread(self._memory_warnings):
             recorder.console.status(line)
@@ -174,6 +181,7 @@ class RunSession:
             await self._check_logprobs(components, resume_point.version, recorder.console.status)
             scheduler = Scheduler(settings, order, resume_point.state, resume_point.recovered, resume_point.evaluated)
             await asyncio.to_thread(self._open_log, recorder, resume_point)
+            await self._reporter.start()
             self._driver = self._make_driver(
                 scheduler, components, recorder, resume_point, launcher.engine_starter(components)
             )

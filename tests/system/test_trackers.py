@@ -1,0 +1,131 @@
+"""Runs that report to a tracker: it gets everything, and whatever happens to it, the run does not notice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from outpace.checkpoint.commit import list_steps
+from outpace.cli import main
+from reporting.recording_tracker import calls, steps
+from support import as_arguments, names, read_lines, run_command, start_command
+
+Settings = dict[str, Any]
+
+TRACKER = f"{Path(__file__).parents[1] / 'reporting' / 'recording_tracker.py'}:RecordingTracker"
+WITHIN_S = 120.0
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def reporting(settings: Settings) -> Settings:
+    return settings | {
+        "run.steps": 6,
+        "run.runtime": "inline",
+        "run.report_to": [TRACKER],
+        "report.tables_every": 2,
+        "checkpoint.every": 2,
+        "eval.count": 2,
+    }
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_and_resumed_run_is_one_run_in_its_tracker(reporting: Settings) -> None:
+    run = Path(reporting["run.dir"])
+    process = start_command("train", *as_arguments(reporting | {"run.steps": 1000}))
+    wait_for(lambda: max(steps(run), default=0) >= 3, process)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate()
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+
+    last = max(list_steps(run / "checkpoints")) + 4
+    assert main(["train", "--quiet", "--resume", str(run), f"--run.steps={last}"]) == 0
+    lines = read_lines(run / "metrics.jsonl")
+    found = calls(run)
+    starts = [call for call in found if call["call"] == "start"]
+    assert [start["run_id"] for start in starts] == [None, "first"]
+    assert (starts[0]["name"], starts[0]["project"]) == ("run", "outpace")
+    received = {
+        call["step"]: call["values"] for call in found if call["call"] == "metrics" and len(call["values"]) > 20
+    }
+    assert received == {
+        line["step"]: {name: value for name, value in line.items() if name != "step" and not name.startswith("eval/")}
+        for line in lines
+    }
+    assert {0, last} <= set(steps(run))
+    assert set(range(1, len(lines), 2)) <= set(steps(run, "table"))
+    assert found[-1]["call"] == "finish"
+    assert found[-1]["summary"]["steps"] == len(lines)
+
+
+@pytest.mark.parametrize("fault", ["block", "stop", "kill"])
+def test_a_run_goes_on_without_its_tracker_and_sends_the_rest_later(reporting: Settings, fault: str) -> None:
+    run = Path(reporting["run.dir"])
+    quickly = {"report.finish_s": 0.5 if fault != "stop" else 0.0}
+    process = start_command("train", *as_arguments(reporting | quickly))
+    wait_for(lambda: any(call["call"] == "start" for call in calls(run)), process)
+    if fault in ("stop", "kill"):
+        (reporter,) = [
+            child
+            for child in psutil.Process(process.pid).children()
+            if any("monitoring.reporter" in word for word in child.cmdline())
+        ]
+        reporter.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
+    else:
+        (run / "trackers" / "fault").write_text(fault)
+    output, errors = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0, errors
+    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert "outpace report" in " ".join(output.split())
+
+    (run / "trackers" / "fault").unlink(missing_ok=True)
+    done = run_command("report", str(run))
+    assert done.returncode == 0, done.stderr
+    assert set(steps(run)) == {0, 1, 2, 3, 4, 5, 6}
+    assert {1, 3, 5} <= set(steps(run, "table"))
+    assert calls(run)[-1]["summary"]["steps"] == 6
+
+
+@pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")
+def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
+    reporting: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--quiet", *as_arguments(reporting | {"run.report_to": ["mlflow"]})]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert names(line, "run.report_to mlflow outpace[mlflow]")
+    assert not Path(reporting["run.dir"]).exists()
+
+
+def test_a_python_that_does_not_exist_is_refused_at_the_start(
+    reporting: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--quiet", *as_arguments(reporting | {"report.python": "/no/such/python"})]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert names(line, "report.python /no/such/python")
+
+
+def test_report_without_a_tracker_names_the_option(reporting: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {key: value for key, value in reporting.items() if "report" not in key} | {"run.steps": 1}
+    assert main(["train", "--quiet", *as_arguments(plain)]) == 0
+    capsys.readouterr()
+    assert main(["report", plain["run.dir"]]) == 2
+    assert names(capsys.readouterr().err, "--to run.report_to")
+    assert main(["report", plain["run.dir"], "--to", TRACKER]) == 0
+    assert set(steps(Path(plain["run.dir"]))) >= {1}
