@@ -193,11 +193,13 @@ def _journal_cost(run_dir: Path, config: Config, lines: Sequence[dict[str, Any]]
         raise BadInput(f"{run_dir / 'journal'} contains no groups to replay")
     finished = sum(line["groups/finished"] for line in lines)
     rolled_out = finished + sum(line["groups/filtered"] + line["groups/failed"] for line in lines)
-    groups = [(each.kept, journal.read_record(run_dir / "journal", each.place)) for each in found]
+    places = [journal.place_of(each) for each in found]
+    groups = [
+        (each, journal.read_record(run_dir / "journal", place)) for each, place in zip(found, places, strict=True)
+    ]
     replayed = list(itertools.islice(itertools.cycle(groups), max(REPLAYED, len(groups))))
     per_group = 1 / len(replayed)
     appends = _cpu_s(lambda: asyncio.run(_append(run_dir / "replayed", replayed)))
-    places = [each.place for each in found]
     reads = _cpu_s(lambda: [journal.read_record(run_dir / "journal", place) for place in places]) / len(places)
     turns = _cpu_s(lambda: _log_turns(run_dir / "replayed", replayed)) if config.checkpoint.turns else 0.0
     return finished * appends * per_group, finished * reads, rolled_out * turns * per_group
