@@ -47,6 +47,7 @@ EXEMPT = ("config",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="also print where each word and name is")
+    parser.add_argument("--packages", action="store_true", help="also print the lines of each package")
     options = parser.parse_args()
     files = sorted(LIBRARY.rglob("*.py"))
     if not files:
@@ -72,9 +73,36 @@ def main() -> None:
     print("| measure | value |\n|---|---|")
     for name, value in rows:
         print(f"| {name} | {value:,} |")
+    if options.packages:
+        print_packages(files)
     if options.list:
         for name, places in found.items():
             print(f"\n{name}:", *places, sep="\n  ")
+
+
+def print_packages(files: list[Path]) -> None:
+    """Print the lines of each package: all of them, code, docstrings, imports. The rest is blank or a comment."""
+    sizes: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for path in files:
+        parts = path.relative_to(LIBRARY).parts
+        sizes[parts[0] if len(parts) > 1 else "root"] += line_kinds(path.read_text())
+    print("\n| package | lines | code | docstrings | imports |\n|---|---|---|---|---|")
+    for name, size in [*sorted(sizes.items()), ("together", sum(sizes.values(), Counter()))]:
+        print(f"| {name} | {size['lines']:,} | {size['code']:,} | {size['docstrings']:,} | {size['imports']:,} |")
+
+
+def line_kinds(source: str) -> Counter[str]:
+    lines = source.splitlines()
+    kinds = Counter(lines=len(lines), other=sum(not line.strip() or line.strip().startswith("#") for line in lines))
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                kinds["docstrings"] += (node.end_lineno or 0) - node.lineno + 1
+                kinds["other"] -= sum(not line.strip() for line in lines[node.lineno - 1 : node.end_lineno])
+            case ast.Import() | ast.ImportFrom():
+                kinds["imports"] += (node.end_lineno or 0) - node.lineno + 1
+    kinds["code"] = 2 * kinds["lines"] - kinds.total()
+    return kinds
 
 
 def classes_defined_twice(files: list[Path]) -> list[str]:

@@ -176,7 +176,7 @@ class Delivery:
             self._position = items[-1].after
         elif ended:
             self._finish(self._tracker)
-        self._settle()
+        self._save_stored()
         return bool(items)
 
     def _open(self) -> None:
@@ -222,7 +222,7 @@ class Delivery:
         self._save(self._position)
         self.done = True
 
-    def _settle(self) -> None:
+    def _save_stored(self) -> None:
         """Save the newest position that the tracker has surely stored."""
         if self.done:
             return
