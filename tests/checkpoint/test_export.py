@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from outpace.checkpoint.commit import begin, commit
 from outpace.checkpoint.export import export
-from outpace.errors import BadInput
+from outpace.errors import BadInput, CorruptData
 from support import write_resolved
 
 
@@ -123,6 +123,14 @@ def test_a_checkpoint_without_weights_is_rejected(run: Path, tmp_path: Path) -> 
     (temporary / "core.json").write_text("{}")
     commit(temporary)
     with pytest.raises(BadInput, match=r"step-000003\b.*model\.safetensors"):
+        export(run, tmp_path / "out")
+
+
+def test_weights_that_are_not_safetensors_are_rejected(run: Path, tmp_path: Path) -> None:
+    temporary = begin(run / "checkpoints", 3)
+    (temporary / "model.safetensors").write_bytes(b"something else")
+    commit(temporary)
+    with pytest.raises(CorruptData, match=r"model\.safetensors"):
         export(run, tmp_path / "out")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outpace.config.load import dump_settings, load_config
+from outpace.config.load import combine, dump_settings, load_config, make_config
 from outpace.errors import BadInput
 from support import names, resolved
 
@@ -128,3 +128,21 @@ def test_an_override_does_not_hide_a_setting_that_nothing_read_before(tmp_path: 
 def test_an_override_that_closes_nothing_prints_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load_config(write_run_config(tmp_path, LAUNCHED), ["--run.steps=7"])
     assert capsys.readouterr().err == ""
+
+
+def test_an_override_that_corrects_the_file_still_replaces_its_servers(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("[policy_loss]\nname = 'gone.py:loss'\n\n[engine]\nkind = 'vllm'\n\n[launch]\npython = 'python3'\n")
+    config = load_config(file, ["--policy_loss.name=ppo", "--engine.urls=http://host:1"])
+    assert (config.engine.urls, config.launch.python) == (["http://host:1"], None)
+
+
+def test_explicit_defaults_of_servers_are_accepted_with_the_embedded_engine(tmp_path: Path) -> None:
+    file = tmp_path / "train.toml"
+    file.write_text("[weights]\ntransport = 'auto'\n\n[launch]\nstart_s = 600.0\nport = 0\n")
+    assert load_config(file).engine.kind == "embedded"
+
+
+def test_a_preset_that_is_not_text_is_rejected_by_name() -> None:
+    with pytest.raises(BadInput, match=r"^algorithm\.preset: "):
+        make_config(combine({"run.steps": 1}, {"algorithm.preset": ["grpo"]}))

@@ -171,8 +171,7 @@ class DrillRunner:
             run.kill_all()
             return
         yield from (f"left behind: {what}" for what in run.leftovers())
-        if None not in deaths:
-            yield from _wrong_ends(run, drill)
+        yield from _wrong_ends(run, drill, sum(died is not None for died in deaths))
         mode = MODES[drill.mode]
         yield from accounting(run.dir, mode.tasks, mode.epochs)
         if reference := self._references.get(drill.mode):
@@ -187,15 +186,16 @@ def _crash_environment(drill: Drill, marks: list[Path]) -> dict[str, str]:
     return {}
 
 
-def _wrong_ends(run: Run, drill: Drill) -> Iterator[str]:
-    """A dead controller kills the run, a dead learner ends it with exit code 4, any other process is restarted."""
+def _wrong_ends(run: Run, drill: Drill, died: int) -> Iterator[str]:
+    """A dead controller kills the run, a dead learner ends it with exit code 4, any other process is restarted. Only
+    the first `died` deaths happened."""
     codes = [start.code for start in run.starts]
     if drill.seed is not None:
         if set(codes[:-1]) - {-9, 4}:
             yield f"exit codes {codes}"
         return
     expected: list[int] = []
-    for point in drill.deaths:
+    for point in drill.deaths[:died]:
         if point.process == "controller":
             expected.append(-9)
         elif point.process == "learner" or (point.label.startswith(STARTING_UP) and 4 in codes):

@@ -241,6 +241,31 @@ async def test_a_second_state_may_be_saved_while_the_first_is_being_written(
     assert_equal_bits(other, again)
 
 
+async def test_memory_for_state_copies_is_allocated_once_and_not_by_the_training_thread(
+    make_learner: Make,
+    journalled: Callable[[int], list[JournalLocation]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[str] = []
+    allocate = state.allocate
+
+    def counted(files: Any) -> Any:
+        threads.append(threading.current_thread().name.split("_")[0])
+        return allocate(files)
+
+    monkeypatch.setattr(state, "allocate", counted)
+    learner = make_learner()
+    locations = journalled(1)
+    for version in range(3):
+        await learner.chunk(version, locations)
+        await learner.step(version)
+        assert learner.backend.reserved is not None
+        await asyncio.wrap_future(learner.backend.reserved)
+        assert await learner.save(str(tmp_path), version + 1)
+    assert threads == ["reserve"]
+
+
 async def test_a_saved_state_restores_the_rng_state(make_learner: Make, tmp_path: Path) -> None:
     def draw() -> list[float]:
         return [random.random(), float(np.random.random()), float(torch.rand(()))]

@@ -165,11 +165,14 @@ def _companions(source: Path) -> Iterator[Path]:
 
 def _dtype(weights: Path) -> str | None:
     """Return the dtype of most weights, or None if it is not in `_DTYPES`."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     sizes: Counter[str] = Counter()
-    with safe_open(weights, framework="numpy") as file:
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensor = file.get_slice(name)
-            sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    try:
+        with safe_open(weights, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                tensor = file.get_slice(name)
+                sizes[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    except SafetensorError as error:
+        raise CorruptData(f"{weights} is not a safetensors file: {error}") from None
     return _DTYPES.get(max(sizes, key=sizes.__getitem__)) if sizes else None

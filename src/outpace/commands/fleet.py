@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from pydantic import ValidationError
 
 from outpace.config import Config
+from outpace.config.base import first_error
 from outpace.config.engines import is_server_url, server_address
 from outpace.config.load import CONFIG_FILE, read_resolved
 from outpace.config.validation import API_KEY_HINT
@@ -64,7 +66,12 @@ def current_fleet(run: Path) -> fleet_orders.FleetState:
 
 def _config(run: Path) -> Config:
     """Return the settings of the run. A run that is starting may not have written them yet."""
-    return Config.model_validate(read_resolved(run)) if (run / CONFIG_FILE).is_file() else Config()
+    if not (run / CONFIG_FILE).is_file():
+        return Config()
+    try:
+        return Config.model_validate(read_resolved(run))
+    except ValidationError as error:
+        raise BadInput(f"{run}: started by another version of outpace: {first_error(error)}") from None
 
 
 def check_order(order: FleetOrder, config: Config, engines: Sequence[EngineStatus]) -> None:
@@ -73,7 +80,7 @@ def check_order(order: FleetOrder, config: Config, engines: Sequence[EngineStatu
         _check_removal(order.remove, engines)
     elif order.add:
         _check_server(order.add, config, engines)
-    elif config.engine.kind != "embedded" and config.engine.urls and not config.launch.python:
+    elif config.engine.urls:
         raise BadInput(
             "--add: this run uses existing servers (engine.urls) and cannot start one itself; "
             "start a server with `outpace serve` and add its URL"

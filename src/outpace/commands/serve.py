@@ -33,9 +33,9 @@ def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> 
 
 def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
     """Load the config. The config of a run works too: its `engine.urls` is ignored, since servers are started here."""
-    values: dict[str, Any] = {"engine.kind": "vllm"}
-    values |= flatten(read_config_file(file)) if file is not None else {}
+    values: dict[str, Any] = flatten(read_config_file(file)) if file is not None else {}
     overrides = parse_arguments(settings)
+    values.setdefault("engine.kind", overrides.get("engine.kind", "vllm"))
     ignored = [*(values.pop("engine.urls", None) or ()), *(overrides.pop("engine.urls", None) or ())]
     if ignored:
         _report(f"engine.urls: ignoring {', '.join(ignored)}; serve starts its own servers")
@@ -51,10 +51,10 @@ def plugin_home() -> Path:
 
 
 async def _print_commands(config: Config) -> None:
-    recipe = await LaunchPlan.of(config, plugin_home())
+    plan = await LaunchPlan.of(config, plugin_home())
     for index, gpus in enumerate(placement_of(config).engines):
         port = config.launch.port + index if config.launch.port else free_port()
-        print(recipe.command(port, gpus).shell_command(os.environ))
+        print(plan.command(port, gpus).shell_command(os.environ))
 
 
 async def _serve(config: Config) -> None:
@@ -78,7 +78,7 @@ async def _run_servers(config: Config, runtime_dir: RuntimeDirectory) -> None:
     """Start the servers and run until one of them exits. Keeps the log of a server that fails.
 
     Servers start in sequence: in parallel they would compete for CPU and, on a shared GPU, for memory."""
-    recipe = await LaunchPlan.of(config, plugin_home())
+    plan = await LaunchPlan.of(config, plugin_home())
     environment = runtime_dir.cleanup.marked(runtime_dir.cleanup.new_mark()) | temporary_files_environment(
         runtime_dir.path
     )
@@ -86,9 +86,9 @@ async def _run_servers(config: Config, runtime_dir: RuntimeDirectory) -> None:
     try:
         for index, gpus in enumerate(placement_of(config).engines):
             log = runtime_dir.files / f"server-{index}.log"
-            _report(f"starting {server_kind(config)} {recipe.found.version}; log: {log}")
+            _report(f"starting {server_kind(config)} {plan.found.version}; log: {log}")
             with keep_log_copy(log):
-                started.append(await launch_server(recipe, index, log, _report, environment, gpus))
+                started.append(await launch_server(plan, index, log, _report, environment, gpus))
         print(_engine_toml(config, [each.server.url for each in started]), flush=True)
         _report("press Ctrl-C to stop")
         await _raise_when_one_exits(started)

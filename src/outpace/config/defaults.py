@@ -260,8 +260,15 @@ def unread_keys(config: Config) -> Iterator[tuple[str, str]]:
         for key, why in unread_settings(name, getattr(config, name), *_chosen_functions(config, name)):
             yield f"{name}.{key}", why
     for key, why in unused_keys(config):
-        if is_set(config, key):
+        if is_set(config, key) and not _is_harmless(config, key):
             yield key, f"{why}, or leave this out"
+
+
+def _is_harmless(config: Config, dotted: str) -> bool:
+    """Return whether a key of servers or trackers has its default value, as in a config that lists every key."""
+    name, _, key = dotted.partition(".")
+    section = getattr(config, name)
+    return name in ("launch", "weights", "report") and getattr(section, key) == type(section).model_fields[key].default
 
 
 def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
@@ -284,7 +291,7 @@ def unused_keys(config: Config) -> Iterator[tuple[str, str]]:
 
 def _unused_of_engines(config: Config) -> Iterator[tuple[str, str]]:
     is_embedded = config.engine.kind == "embedded"
-    reason = "engine.urls lists running ones"
+    reason = "engine.urls lists running ones; remove engine.urls"
     if is_embedded:
         reason = 'engine.kind is "embedded"; set it to vllm or sglang'
         yield "weights.transport", f"the embedded engine always reads weights from memory, and {reason}"

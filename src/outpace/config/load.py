@@ -170,7 +170,7 @@ def _replaced(file: FlatSettings, overrides: FlatSettings) -> set[str]:
     if _differs("engine.kind", file, merged):
         replaced |= SERVER_KEYS
     elif overrides.get("engine.urls"):
-        replaced.add("engine.count")
+        replaced |= {"engine.count", *LAUNCH_KEYS}
     elif any(overrides.get(key) is not None for key in LAUNCH_KEYS):
         replaced.add("engine.urls")
     return replaced
@@ -181,7 +181,7 @@ def _differs(key: str, file: FlatSettings, merged: FlatSettings) -> bool:
 
 
 def _choice(key: str, settings: FlatSettings) -> Any:
-    preset = PRESETS.get(settings.get("algorithm.preset") or "")
+    preset = PRESETS.get(str(settings.get("algorithm.preset")))
     return settings.get(key) or (preset and preset.values.get(key)) or FIELDS[key].default
 
 

@@ -134,7 +134,7 @@ USE: Mapping[str, str] = {
     "advantage.name (grpo, rloo, gae and opo keep their names, reinforce_plus_plus is reinforce_pp)": "adv_estimator",
     'advantage.name ("grpo" for true, "dr_grpo" for false)': "norm_adv_by_std_in_grpo",
     'advantage.name ("gdpo" for normalize_then_sum)': "multi_objective_aggregation",
-    'advantage.name ("grpo" for group, "dr_grpo" for none, with advantage.normalizer = "batch_std" for batch)':
+    'advantage.name ("grpo" for group, "dr_grpo" for none, and that with advantage.normalizer = "batch_std" for batch)':
         "scale_rewards",
     "advantage.gae_lambda": "lambd lam",
     "correction.weight": "rollout_correction.rollout_is",

@@ -65,13 +65,21 @@ class StateCopies:
         self._free: dict[str, Tensors] | None = None
         self._lock = threading.Lock()
 
+    def reserve(self, changing: dict[str, Tensors]) -> None:
+        """Allocate the memory of the first copy in advance, on any thread."""
+        memory = allocate(changing)
+        for tensors in memory.values():
+            torch._foreach_zero_(list(tensors.values()))  # makes the kernel allocate every page now
+        with self._lock:
+            self._free = memory
+
     def make(
         self, changing: dict[str, Tensors], constant: dict[str, Tensors], small_files: dict[str, bytes]
     ) -> StateCopy:
         """Copy `changing`; include `constant`, which never changes, without copying."""
         with self._lock:
             free, self._free = self._free, None
-        memory = free if free is not None and _layout(free) == _layout(changing) else _allocate(changing)
+        memory = free if free is not None and _layout(free) == _layout(changing) else allocate(changing)
         sources = [tensor.detach() for tensors in changing.values() for tensor in tensors.values()]
         targets = [tensor for tensors in memory.values() for tensor in tensors.values()]
         torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -88,7 +96,7 @@ def _layout(files: Mapping[str, Tensors]) -> list[tuple[str, str, torch.dtype, t
     return [(file, name, each.dtype, each.shape) for file, tensors in files.items() for name, each in tensors.items()]
 
 
-def _allocate(files: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def allocate(files: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Return host memory for a copy of these tensors, pinned if they are on a GPU."""
     return {
         file: {
@@ -162,7 +170,7 @@ def copy(core: LearnerCore, copies: StateCopies) -> StateCopy:
     }
     if core.adapters is not None:
         small_files[ADAPTER_CONFIG] = adapter_config_json(core.adapters.adapter)
-    return copies.make(_changing_tensors(core), _constant_tensors(core), small_files)
+    return copies.make(changing_tensors(core), _constant_tensors(core), small_files)
 
 
 def write(state: StateCopy, directory: Path) -> None:
@@ -175,7 +183,8 @@ def write(state: StateCopy, directory: Path) -> None:
     diagnostics.crash_point("save.done")
 
 
-def _changing_tensors(core: LearnerCore) -> dict[str, Tensors]:
+def changing_tensors(core: LearnerCore) -> dict[str, Tensors]:
+    """Return the tensors that a step may change, by file."""
     weights = (
         {MODEL_FILE: distinct_tensors(core.model.state_dict())}
         if core.adapters is None

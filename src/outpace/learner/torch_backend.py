@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from outpace.learner.backend import LearnerSettings, WriteState
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.state import StateCopies
 from outpace.models.loading import call_at_every_layer, load_model, set_up_device
-from outpace.types import Floats, Ints, Version
+from outpace.types import Floats, Ints, StepReport, Version
 
 
 class TorchBackend(LearnerCore):
@@ -35,10 +36,20 @@ class TorchBackend(LearnerCore):
         if settings.sharing is not None:
             call_at_every_layer(model, settings.sharing.adjust)
         self._copies = StateCopies()
+        self._reserving = ThreadPoolExecutor(1, "reserve")
+        self.reserved: Future[None] | None = None
+        """Done when the memory of the first state copy is allocated. Starts after the first step, when the optimizer
+        has all its state."""
 
     @property
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    def finish_step(self) -> StepReport:
+        report = super().finish_step()
+        if self.config.checkpoint.every > 0 and self.reserved is None:
+            self.reserved = self._reserving.submit(self._copies.reserve, state.changing_tensors(self))
+        return report
 
     def copy_state(self) -> WriteState:
         copied = state.copy(self, self._copies)
@@ -58,4 +69,4 @@ class TorchBackend(LearnerCore):
         return sequence_logprobs(self, sequences, temperature)
 
     def close(self) -> None:
-        return
+        self._reserving.shutdown()

@@ -194,7 +194,8 @@ class Judge:
         samples = range(len(completions))
         rows = [{name: values[sample] for name, values in columns.items()} for sample in samples]
         questions = [self.question(prompts[each], completions[each], rows[each]) for each in samples]
-        async with aiohttp.ClientSession() as session:
+        # The semaphore limits requests; a limit of the connector would count toward their timeout.
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             scores = await gather_or_cancel(*(self._score(session, question) for question in questions))
         if unscored := scores.count(None):
             log.warning("judge: no score found in %d of %d replies", unscored, len(scores))

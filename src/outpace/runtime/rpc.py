@@ -187,6 +187,7 @@ class RpcProxy:
     def __init__(
         self, protocol: type, channel: Channel, component: str, deadline_s: float, error_of: ErrorOf | None = None
     ) -> None:
+        assert not {"attach", "detach", "ping"} & set(dir(protocol)), f"{protocol.__name__} uses a name of RpcProxy"
         self._protocol = protocol
         self._component = component
         self._deadline_s = deadline_s

@@ -56,9 +56,10 @@ class DeviceSnapshotWriter(WeightWriter[_DeviceBuffer]):
         buffer = draft.buffer
         with _side_stream(self._device):
             sums = word_sums(buffer.content, [(spec.offset, spec.nbytes) for spec in self._layout.specs])
-        self._buffers.seal(buffer)
         memory = DeviceMemory(device_id(self._device), buffer.handle, buffer.content.nbytes, sums)
-        return Manifest(self._incarnation, buffer.version, "", self._layout.specs, seconds, device=memory)
+        version = buffer.version  # once sealed, the buffer may be reused
+        self._buffers.seal(buffer)
+        return Manifest(self._incarnation, version, "", self._layout.specs, seconds, device=memory)
 
     def _new_buffer(self, number: int) -> _DeviceBuffer:
         """Allocate a zeroed buffer: sums run over whole words, so the padding between tensors must stay zero."""

@@ -295,9 +295,9 @@ class SnapshotWriter(WeightWriter[_MappedBuffer]):
             for spec in self._layout.specs
         ]
         changes = self._delta(self._deltas, buffer, specs) if self._deltas is not None else None
+        version = buffer.version  # once sealed, the buffer may be reused
         self._buffers.seal(buffer)
-        seconds = draft.timer.seconds()
-        return Manifest(self._incarnation, buffer.version, str(buffer.path), specs, seconds, changes)
+        return Manifest(self._incarnation, version, str(buffer.path), specs, draft.timer.seconds(), changes)
 
     def close(self) -> None:
         """Remove the files. Readers with an open file can finish reading."""

@@ -243,6 +243,13 @@ def test_the_default_server_kind_is_vllm() -> None:
     assert serving_config(None, ["--engine.kind=sglang"]).engine.kind == "sglang"
 
 
+def test_another_server_kind_keeps_the_launch_settings_of_a_file_that_names_no_kind(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text("[launch]\nport = 9000\n")
+    config = serving_config(file, ["--engine.kind=sglang"])
+    assert (config.engine.kind, config.launch.port) == ("sglang", 9000)
+
+
 def test_an_embedded_engine_cannot_be_served() -> None:
     with pytest.raises(BadInput, match=r"^engine\.kind: .*vllm"):
         serving_config(None, ["--engine.kind=embedded"])

@@ -108,11 +108,11 @@ def _release(claim: ServerClaim | None) -> None:
 
 async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
     """Launch a server. A run that fails to start removes its directory, so errors then name a copy of the log."""
-    recipe = await LaunchPlan.of(config, place.scratch, place.incarnation)
+    plan = await LaunchPlan.of(config, place.scratch, place.incarnation)
     log_path = place.logs / f"{place.name}-server.log"
     with nullcontext() if stale else keep_log_copy(log_path):
         started = await launch_server(
-            recipe, place.index, log_path, log.info, temporary_files_environment(place.scratch), gpus=place.gpus
+            plan, place.index, log_path, log.info, temporary_files_environment(place.scratch), gpus=place.gpus
         )
     return started.server, started.process
 
