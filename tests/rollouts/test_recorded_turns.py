@@ -159,7 +159,7 @@ async def make_worker(
 
 def in_environment(kind: type[Counting]) -> ToolLoop:
     return ToolLoop(
-        stages=environment_sessions({SINGLE_KIND: EnvironmentSource("environment", factory=kind)}),
+        environments=environment_sessions({SINGLE_KIND: EnvironmentSource("environment", factory=kind)}),
     )
 
 

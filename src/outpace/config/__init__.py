@@ -4,7 +4,7 @@ sections, algorithm, engines      settings, one class per section; `algorithm` a
 load                              read files, command lines and dicts into a `Config`, and write it back as TOML
 base                              base class of the sections; parse command-line text by type
 other_libraries                   setting names of other libraries, for error messages
-presets, defaults                 named recipes, and defaults that depend on other settings
+presets, defaults                 named presets, and defaults that depend on other settings
 validation, algorithm_validation  reject invalid combinations, in one line that starts with the key to change
 """
 

@@ -66,11 +66,11 @@ async def build_rollout(config: Config, given: PythonObjects | None = None) -> B
     except BaseException:
         await close_servers(servers)
         raise
-    stages = EnvironmentSessions(origins, config.environment, config.tools) if origins else None
+    environments = EnvironmentSessions(origins, config.environment, config.tools) if origins else None
     closers: list[Callable[[], Awaitable[None]]] = [lambda: close_servers(servers)]
     return BuiltRollout(
-        ToolLoop(sources, stages, config.rollout, config.tools),
-        closers if stages is None else [stages.close, *closers],
+        ToolLoop(sources, environments, config.rollout, config.tools),
+        closers if environments is None else [environments.close, *closers],
     )
 
 

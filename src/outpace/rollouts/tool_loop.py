@@ -104,24 +104,24 @@ class ToolLoop:
     """Rollout (`outpace.protocols.Rollout`) with tools, an environment per episode, or both."""
 
     sources: Sequence[ToolSource] = ()
-    stages: EnvironmentSessions | None = None
+    environments: EnvironmentSessions | None = None
     limits: RolloutConfig = field(default_factory=RolloutConfig)
     tool_limits: ToolsConfig = field(default_factory=ToolsConfig)
     clock: Callable[[], float] = time.monotonic
 
     async def __call__(self, task: Task, client: ModelClient) -> Episode:
-        if self.stages is None:
+        if self.environments is None:
             return await self._episode(task, client, None)
-        stage = await self.stages.open(task)
-        client.environment = stage.instance
+        session = await self.environments.open(task)
+        client.environment = session.instance
         try:
-            return await self._episode(task, client, stage)
+            return await self._episode(task, client, session)
         finally:
-            await _close(stage)
+            await _close(session)
 
-    async def _episode(self, task: Task, client: ModelClient, stage: EnvironmentSession | None) -> Episode:
-        opening = None if stage is None else await stage.reset(reset_columns(task))
-        sources = self.sources if stage is None else [*self.sources, stage]
+    async def _episode(self, task: Task, client: ModelClient, session: EnvironmentSession | None) -> Episode:
+        opening = None if session is None else await session.reset(reset_columns(task))
+        sources = self.sources if session is None else [*self.sources, session]
         episode = _ToolEpisode(
             client=client,
             toolbox=Toolbox(sources, self.tool_limits),
@@ -129,7 +129,7 @@ class ToolLoop:
             prompt=with_observation(as_messages(task.prompt), opening),
         )
         stop = await episode.run()
-        reward = await stage.reward() if stage is not None and episode.usage.turns else None
+        reward = await session.reward() if session is not None and episode.usage.turns else None
         return Episode(
             trajectories=[],
             completion=episode.new_messages,
@@ -209,10 +209,10 @@ class _TimeLimitReached(Exception):
     """rollout.max_seconds passed while an answer was being sampled."""
 
 
-async def _close(stage: EnvironmentSession) -> None:
+async def _close(session: EnvironmentSession) -> None:
     """Close the environment. Shielded, so that cancelling the episode meanwhile does not leave it open."""
     try:
-        await asyncio.shield(stage.close())
+        await asyncio.shield(session.close())
     except Exception:  # user code: the episode is over, and its result is still valid
         log.warning("closing an environment failed", exc_info=True)
 

@@ -207,7 +207,7 @@ async def test_an_environment_named_in_a_file_runs_a_whole_episode(
         {"": EnvironmentSource("rollout.environment", f"{tmp_path}/my_lake.py:FrozenLake")}, isolation=isolation
     )
     try:
-        rollout = ToolLoop(stages=sessions, limits=RolloutConfig(max_turns=10))
+        rollout = ToolLoop(environments=sessions, limits=RolloutConfig(max_turns=10))
         client = make_client(engine, max_tokens=200, stop_strings=())
         episode = await run_episode(rollout, Task("lake", "Walk to G.\n", {"seed": 0}), client, 60)
     finally:

@@ -34,7 +34,7 @@ def kind(factory: Callable[[], object]) -> dict[str, EnvironmentSource]:
 
 
 def as_rollout(factory: Callable[[], object], limits: RolloutConfig) -> ToolLoop:
-    return ToolLoop(stages=environment_sessions(kind(factory)), limits=limits)
+    return ToolLoop(environments=environment_sessions(kind(factory)), limits=limits)
 
 
 TASK = Task("t1", "Find the number.", {"secret": 7, "colour": "red"})

@@ -70,19 +70,19 @@ async def build_server_engine(
 
     `stale`: this engine replaces an earlier one of the same run. A launched server then has the initial model, which is
     outdated; one at a URL may have any weights. `send` makes the learner send weights over a process group."""
-    place = EngineSetup(name, index, url, incarnation, scratch, logs, gpus)
+    setup = EngineSetup(name, index, url, incarnation, scratch, logs, gpus)
     tokens = asyncio.create_task(expected_token_ids(config.model.path, config.model.trust_remote_code))
     try:
-        claim = await _claim(url, place) if url else None
+        claim = await _claim(url, setup) if url else None
         try:
-            server, process = await (_connect if url else _launch)(config, place, stale)
+            server, process = await (_connect if url else _launch)(config, setup, stale)
         except BaseException:
             _release(claim)
             raise
         try:
-            claim = claim or await _claim(server.url, place)
+            claim = claim or await _claim(server.url, setup)
             facts = await check_server(server, config, await tokens)
-            engine = _make_engine(config, place, server, facts, process, stale, send, claim)
+            engine = _make_engine(config, setup, server, facts, process, stale, send, claim)
             with failures_explained(server.url):
                 await engine.start()
             return engine
@@ -96,9 +96,9 @@ async def build_server_engine(
         tokens.cancel()
 
 
-async def _claim(url: str, place: EngineSetup) -> ServerClaim:
+async def _claim(url: str, setup: EngineSetup) -> ServerClaim:
     """Claim the server. In a thread, because another process testing the lock holds it for a moment."""
-    return await asyncio.to_thread(ServerClaim, url, place.scratch, place.logs.parent)
+    return await asyncio.to_thread(ServerClaim, url, setup.scratch, setup.logs.parent)
 
 
 def _release(claim: ServerClaim | None) -> None:
@@ -106,20 +106,20 @@ def _release(claim: ServerClaim | None) -> None:
         claim.release()
 
 
-async def _launch(config: Config, place: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
+async def _launch(config: Config, setup: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
     """Launch a server. A run that fails to start removes its directory, so errors then name a copy of the log."""
-    plan = await LaunchPlan.of(config, place.scratch, place.incarnation)
-    log_path = place.logs / f"{place.name}-server.log"
+    plan = await LaunchPlan.of(config, setup.scratch, setup.incarnation)
+    log_path = setup.logs / f"{setup.name}-server.log"
     with nullcontext() if stale else keep_log_copy(log_path):
         started = await launch_server(
-            plan, place.index, log_path, log.info, temporary_files_environment(place.scratch), gpus=place.gpus
+            plan, setup.index, log_path, log.info, temporary_files_environment(setup.scratch), gpus=setup.gpus
         )
     return started.server, started.process
 
 
-async def _connect(config: Config, place: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
+async def _connect(config: Config, setup: EngineSetup, stale: bool) -> tuple[Server, ServerProcess | None]:
     """Connect to a running server. If `stale`, wait up to launch.start_s for it to come back, else fail at once."""
-    server = server_at(config, place.url, place.incarnation)
+    server = server_at(config, setup.url, setup.incarnation)
     try:
         await wait_until_reachable(server, config.launch.start_s if stale else 0.0)
         await check_server(server, config, {})  # before sampling, which may take a while
@@ -151,7 +151,7 @@ async def _warn_about_other_clients(server: Server) -> None:
 
 def _make_engine(
     config: Config,
-    place: EngineSetup,
+    setup: EngineSetup,
     server: Server,
     facts: ServerFacts,
     process: ServerProcess | None,
@@ -163,8 +163,8 @@ def _make_engine(
     slots = min(engine.resolved_slots, int(facts.details.get("slots") or engine.resolved_slots))
     counts_cores = process is not None and not uses_gpu(config)
     settings = ServerEngineSettings(
-        name=place.name,
-        incarnation=place.incarnation,
+        name=setup.name,
+        incarnation=setup.incarnation,
         version=STALE if stale or process is None else 0,
         context=min((most for most in (engine.context, facts.context) if most is not None), default=None),
         idle_s=engine.idle_s,
@@ -176,15 +176,15 @@ def _make_engine(
         slots=slots,
         threads=engine_threads(config) if counts_cores else 0,
     )
-    weights = transport_for(config, place, server, send)
+    weights = transport_for(config, setup, server, send)
     return ServerEngine(server, weights, settings, process, claim)
 
 
-def transport_for(config: Config, place: EngineSetup, server: Server, send: SendWeights | None) -> Transport:
+def transport_for(config: Config, setup: EngineSetup, server: Server, send: SendWeights | None) -> Transport:
     """The transport selected by the config. Files are written to a directory of this engine."""
     http, control_s, name = server.http, config.engine.control_s, transport_of(config)
-    directory = _weights_directory(config, place)
-    copy = LocalSnapshot(_created(place.scratch / f"{place.name}-copy")) if config.weights.delta else None
+    directory = _weights_directory(config, setup)
+    copy = LocalSnapshot(_created(setup.scratch / f"{setup.name}-copy")) if config.weights.delta else None
     if server_kind(config) == "sglang":
         if name != "files":
             raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
@@ -202,10 +202,10 @@ def transport_for(config: Config, place: EngineSetup, server: Server, send: Send
     return CollectiveTransport(memory, send, "nccl" if uses_gpu(config) else "gloo", control_s)
 
 
-def _weights_directory(config: Config, place: EngineSetup) -> Path:
+def _weights_directory(config: Config, setup: EngineSetup) -> Path:
     """Directory for weight files: in memory, or in weights.dir, by incarnation since other runs may share that one."""
-    shared = Path(config.weights.dir).expanduser() / place.incarnation if config.weights.dir else place.scratch
-    return shared / f"{place.name}-weights"
+    shared = Path(config.weights.dir).expanduser() / setup.incarnation if config.weights.dir else setup.scratch
+    return shared / f"{setup.name}-weights"
 
 
 def _created(directory: Path) -> Path:

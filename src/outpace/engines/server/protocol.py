@@ -112,7 +112,7 @@ class Transport(Protocol):
     """Whether the server must be paused for `swap`. False for adapters, which are only registered."""
 
     async def prepare(self, manifest: Manifest) -> PreparedWeights:
-        """Verify and stage the weights while the server keeps sampling. Raises `CorruptData` or `UpdateFailed`."""
+        """Verify and prepare the weights while the server keeps sampling. Raises `CorruptData` or `UpdateFailed`."""
         ...
 
     async def swap(self, ready: PreparedWeights) -> None:

@@ -326,7 +326,7 @@ class EnvironmentSessions:
         tools: ToolsConfig,
         spare: int = 1,
     ) -> None:
-        """`spare` processes of each kind are started ahead, to hide the start-up time of Python and its imports."""
+        """`spare` processes of each kind are started ahead, so that episodes do not wait for Python and imports."""
         self._origins = dict(origins)
         self._environment = environment
         self._tools = tools
