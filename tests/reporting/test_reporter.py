@@ -327,10 +327,42 @@ def test_a_long_run_is_read_in_batches(rig: Rig) -> None:
     assert follower.next_batch(items[-1].after)[0].step == BATCH + 1
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_tracker_that_reconnects_after_many_steps_gets_the_rest(rig: Rig, ended: bool) -> None:
+    rig.steps(1, 3 * BATCH)
+    rig.drain()
+    rig.tracker.down = "down"
+    rig.steps(3 * BATCH + 1, 3 * BATCH + 5)
+    rig.delivery.advance(ended=False)
+    rig.tracker.down = ""
+    rig.drain(ended)
+    assert rig.delivery.done == ended
+    assert rig.tracker.steps == list(range(1, 3 * BATCH + 6))
+
+
+def test_evaluations_and_tables_wait_for_the_metrics_of_their_step(rig: Rig) -> None:
+    rig.steps(1, 2)
+    rig.table(1)
+    rig.table(3)
+    rig.log.evaluation(1, {"eval/reward": 0.1})
+    rig.log.evaluation(3, {"eval/reward": 0.3})
+    rig.drain()
+    assert (rig.tracker.evals, rig.tracker.tables) == ([1], [1])
+    rig.steps(3, 3)
+    rig.drain()
+    assert (rig.tracker.evals, rig.tracker.tables) == ([1, 3], [1, 3])
+
+
 @given(data=st.data())
 def test_every_step_of_the_final_run_arrives_last_whatever_is_resumed_when(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outpace.monitoring.run_follower.BATCH", 2)
+        send_with_faults(data, tmp_path_factory)
+
+
+def send_with_faults(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     rig = Rig(tmp_path_factory.mktemp("run") / "run")
     reached = 0
     for _ in range(data.draw(st.integers(1, 4))):
@@ -349,6 +381,8 @@ def test_every_step_of_the_final_run_arrives_last_whatever_is_resumed_when(
     rig.drain(ended=True)
     rig.delivery.close()
     rig.log.close()
+    assert rig.delivery.done
+    assert set(range(1, reached + 1)) <= set(rig.tracker.steps)
     last = {step: index for index, step in enumerate(rig.tracker.steps)}
     order = [last[step] for step in range(1, reached + 1)]
     assert order == sorted(order)
@@ -357,12 +391,12 @@ def test_every_step_of_the_final_run_arrives_last_whatever_is_resumed_when(
 def test_an_incomplete_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     tail = LineTail(file)
-    assert tail.read(10) == []
+    assert list(tail.records()) == []
     file.write_text('{"step": 1}\n{"st')
-    assert tail.read(10) == [{"step": 1}]
+    assert list(tail.records()) == [{"step": 1}]
     with file.open("a") as more:
         more.write('ep": 2}\nnot json\n{"step": 3}\n')
-    assert tail.read(10) == [{"step": 2}, {"step": 3}]
+    assert list(tail.records()) == [{"step": 2}, {"step": 3}]
 
 
 @pytest.mark.parametrize(
@@ -375,6 +409,7 @@ def test_an_incomplete_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
         ([11], 0, 12, True, [11]),
         ([21, 31], 11, 31, False, [21, 31]),
         ([21], 13, 22, False, [21]),  # after a roll-back to step 13
+        ([1, 11], 1, 10, True, []),  # the step has no metrics
     ],
 )
 def test_tables_are_sent_in_order_and_a_missing_one_is_waited_for(

@@ -1,7 +1,7 @@
 """Reads what a tracker has not received yet from a run directory, also while the run writes to it.
 
     metrics.jsonl ─┐
-    evals.jsonl   ─┼─▶ next_batch(position) ─▶ items in order, and the position after them
+    evals.jsonl   ─┼─▶ next_batch(position) ─▶ items in order, each with the position after it
     rollouts/     ─┘
     starts.jsonl  ───▶ rolled_back(position): a resumed run repeats the steps after its checkpoint
 
@@ -74,20 +74,25 @@ class LineTail:
     def rewind(self) -> None:
         self._offset = 0
 
-    def read(self, limit: int) -> list[dict[str, Any]]:
-        """Return up to `limit` complete lines. Invalid ones are left out."""
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of complete lines; invalid ones are left out. A record counts as read when the next one is
+        asked for: the one at which a loop breaks comes again."""
         try:
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
-                    self._file, self._offset = (status.st_dev, status.st_ino), 0
-                file.seek(self._offset)
-                lines = [file.readline() for _ in range(limit)]
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
-            return []
-        complete = [line for line in lines if line.endswith(b"\n")]
-        self._offset += sum(map(len, complete))
-        return [record for record in map(_parse, complete) if record is not None]
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
+                self._file, self._offset = (status.st_dev, status.st_ino), 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                record = _parse(line)
+                if record is not None:
+                    yield record
+                self._offset += len(line)
 
 
 class RunFollower:
@@ -98,8 +103,7 @@ class RunFollower:
         self._every = tables_every
         self._metrics = LineTail(run / "metrics.jsonl")
         self._evals = LineTail(run / "evals.jsonl")
-        self._newest = 0  # step in metrics.jsonl
-        self._seconds = 0.0  # of that step
+        self._seconds = 0.0  # of the last step that was read
 
     def rewind(self) -> None:
         """Read all files again from their start, for a position that went back."""
@@ -123,13 +127,16 @@ class RunFollower:
         )
 
     def next_batch(self, position: Position, ended: bool = False) -> list[Item]:
-        """Return what comes after the position: metrics, then evaluations, then tables. `ended`: the run writes no
-        more."""
+        """Return what comes after the position: metrics and evaluations by step, then tables. Empty only if there is
+        nothing more. `ended`: the run writes no more.
+
+        Evaluations and tables wait until the metrics have reached their step: a tracker that is told to go back to the
+        step of the metrics then loses none of them."""
         items: list[Item] = []
         for item in self._new_records(position):
             position = item.after
             items.append(item)
-        for step in due_tables(self._tables(), position.tables, self._every, self._newest, ended):
+        for step in due_tables(self._tables(), position.tables, self._every, position.metrics, ended):
             if len(items) >= BATCH:
                 break
             position = replace(position, tables=step)
@@ -138,17 +145,32 @@ class RunFollower:
         return items
 
     def _new_records(self, position: Position) -> Iterator[Item]:
+        """Yield up to `BATCH` metrics, and the evaluations between them."""
         began = self._began()
-        for record in self._metrics.read(BATCH):
+        count = 0
+        for record in self._metrics.records():
             step = _step_of(record)
-            self._newest = max(self._newest, step)
             if step > position.metrics:
+                if count == BATCH:
+                    return
+                count += 1
+                for item in self._new_evaluations(position, step - 1, began):
+                    position = item.after
+                    yield item
                 position = replace(position, metrics=step)
+                self._seconds = record.get(TOTAL_S, self._seconds)
                 values = {name: value for name, value in _numbers(record) if not name.startswith("eval/")}
-                self._seconds = values.get(TOTAL_S, self._seconds)
                 yield Item(step, position, values, began + self._seconds)
-        for record in self._evals.read(BATCH):
+            else:
+                self._seconds = record.get(TOTAL_S, self._seconds)
+        yield from self._new_evaluations(position, position.metrics, began)
+
+    def _new_evaluations(self, position: Position, last: int, began: float) -> Iterator[Item]:
+        """Yield the evaluations of versions up to `last`."""
+        for record in self._evals.records():
             step = _step_of(record)
+            if step > last:
+                return
             if step > position.evals:
                 position = replace(position, evals=step)
                 yield Item(step, position, dict(_numbers(record)), began + self._seconds)
@@ -167,7 +189,7 @@ class RunFollower:
 
 
 def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: bool) -> Iterator[int]:
-    """Yield the recorded steps whose tables are due after step `sent`, in order.
+    """Yield the recorded steps up to `newest` whose tables are due after step `sent`, in order.
 
     Workers write the files after the step, not always in order: a missing one is waited for until the run is one
     interval further."""
@@ -175,6 +197,8 @@ def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: b
     for step in recorded:
         if step <= sent or (step - 1) % every:
             continue
+        if step > newest:
+            return
         if step > expected and newest < step + every and not ended:
             return
         yield step
