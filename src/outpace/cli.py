@@ -229,7 +229,7 @@ def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
 def report(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.commands.report import report as send
 
-    print(send(arguments.run, arguments.to, settings, lambda line: print(f"outpace: {line}", file=sys.stderr)))
+    send(arguments.run, arguments.to, settings, lambda line: print(f"outpace: {line}", file=sys.stderr))
     return 0
 
 

@@ -303,3 +303,27 @@ def test_the_summary_of_a_resumed_run_counts_the_kept_lines(tmp_path: Path) -> N
 def test_the_summary_of_a_run_without_steps_or_evaluations_is_empty() -> None:
     summary = SummaryBuilder().build(wall_s=1, train_s=0, seed=0, exit=4)
     assert (summary.reward_first, summary.eval_last, summary.efficiency, summary.waste_fraction) == (None,) * 3 + (0.0,)
+
+
+def test_every_start_is_recorded_with_its_step_and_the_seconds_before_it(tmp_path: Path) -> None:
+    log = started(tmp_path)
+    for step in (1, 2):
+        log.step(step, {"time/total_s": step * 1.5})
+    log.close()
+    log = RunLog.claim(tmp_path, resume=True)
+    log.start()
+    log.roll_back(1)
+    log.close()
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [(start["step"], start["seconds"]) for start in starts] == [(0, 0.0), (1, 3.0)]
+
+
+def test_a_start_that_cannot_be_recorded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = RunLog.claim(tmp_path)
+    monkeypatch.setattr(line_file, "_write_all", full)
+    with pytest.raises(OSError, match=r"starts\.jsonl"):
+        log.start()
+    log.close()

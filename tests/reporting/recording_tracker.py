@@ -30,8 +30,8 @@ class RecordingTracker:
     def flush(self) -> None:
         pass
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        self._call("finish", summary=None if summary is None else dict(summary))
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
+        self._call("finish", summary=None if summary is None else dict(summary), active=active)
 
     def _call(self, call: str, **values: Any) -> None:
         fault = self._folder / "fault"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import time
@@ -15,15 +16,17 @@ import pytest
 
 from outpace.checkpoint.commit import list_steps
 from outpace.cli import main
+from outpace.errors import BadInput, Interrupted
+from outpace.run.reporting import check_trackers
 from reporting.recording_tracker import calls, steps
-from support import as_arguments, names, read_lines, run_command, start_command
+from support import as_arguments, names, naming, read_lines, resolved, run_command, start_command
 
 Settings = dict[str, Any]
 
 TRACKER = f"{Path(__file__).parents[1] / 'reporting' / 'recording_tracker.py'}:RecordingTracker"
-WITHIN_S = 120.0
+WITHIN_S = 240.0
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(6 * WITHIN_S)
 
 
 @pytest.fixture
@@ -33,6 +36,7 @@ def reporting(settings: Settings) -> Settings:
         "run.runtime": "inline",
         "run.report_to": [TRACKER],
         "report.tables_every": 2,
+        "report.finish_s": 200.0,
         "checkpoint.every": 2,
         "eval.count": 2,
     }
@@ -78,7 +82,7 @@ def test_a_killed_and_resumed_run_is_one_run_in_its_tracker(reporting: Settings)
 @pytest.mark.parametrize("fault", ["block", "stop", "kill"])
 def test_a_run_goes_on_without_its_tracker_and_sends_the_rest_later(reporting: Settings, fault: str) -> None:
     run = Path(reporting["run.dir"])
-    quickly = {"report.finish_s": 0.5 if fault != "stop" else 0.0}
+    quickly = {"run.steps": 1000, "report.finish_s": 0.5 if fault != "stop" else 0.0}
     process = start_command("train", *as_arguments(reporting | quickly))
     wait_for(lambda: any(call["call"] == "start" for call in calls(run)), process)
     if fault in ("stop", "kill"):
@@ -90,17 +94,60 @@ def test_a_run_goes_on_without_its_tracker_and_sends_the_rest_later(reporting: S
         reporter.send_signal(signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     else:
         (run / "trackers" / "fault").write_text(fault)
+    before = logged(run)
+    wait_for(lambda: logged(run) >= before + 3, process)
+    process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=WITHIN_S)
-    assert process.returncode == 0, errors
-    assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert process.returncode == Interrupted.exit_code, errors
     assert "outpace report" in " ".join(output.split())
 
     (run / "trackers" / "fault").unlink(missing_ok=True)
     done = run_command("report", str(run))
     assert done.returncode == 0, done.stderr
-    assert set(steps(run)) == {0, 1, 2, 3, 4, 5, 6}
-    assert {1, 3, 5} <= set(steps(run, "table"))
-    assert calls(run)[-1]["summary"]["steps"] == 6
+    last = logged(run)
+    assert set(range(last + 1)) <= set(steps(run))
+    assert set(range(1, last + 1, 2)) <= set(steps(run, "table"))
+    assert calls(run)[-1]["summary"]["steps"] == last
+
+
+def test_a_signal_while_the_reporter_is_waited_for_ends_only_the_reporter(reporting: Settings) -> None:
+    run = Path(reporting["run.dir"])
+    process = start_command("train", *as_arguments(reporting | {"run.steps": 1000}))
+    wait_for(lambda: any(call["call"] == "start" for call in calls(run)), process)
+    (run / "trackers" / "fault").write_text("block")
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while "sending what they do not have" not in process.stdout.readline():
+        assert process.poll() is None
+    recorded = (run / "summary.json").read_bytes()
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == Interrupted.exit_code, errors
+    assert "trackers:" in output
+    assert (run / "summary.json").read_bytes() == recorded
+
+
+def test_a_signal_during_the_check_of_the_trackers_interrupts_the_start(reporting: Settings, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    (tmp_path / "slow.py").write_text(f"import time\nopen({str(begun)!r}, 'w').close()\ntime.sleep(600)\n")
+    process = start_command("train", *as_arguments(reporting | {"run.report_to": [f"{tmp_path}/slow.py:Slow"]}))
+    wait_for(begun.exists, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == Interrupted.exit_code, errors
+
+
+def test_a_tracker_with_a_slow_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr("outpace.run.reporting.CHECK_S", 10.0)
+    config = resolved({"run.report_to": [f"{tmp_path}/slow.py:Slow"]})
+    with pytest.raises(BadInput, match=naming("run.report_to", "slow.py:Slow")):
+        asyncio.run(check_trackers(config, tmp_path))
+
+
+def logged(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
 @pytest.mark.skipif(find_spec("mlflow") is not None, reason="mlflow is installed")

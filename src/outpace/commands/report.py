@@ -13,24 +13,22 @@ from outpace.monitoring.run_directory import LOCK_FILE, is_lock_held
 from outpace.run.reporting import RunReporter, check_trackers, report_order
 
 
-def report(run: Path, to: Sequence[str], settings: Sequence[str], say: Callable[[str], None]) -> str:
-    """Send the run and return a line on it. Raises `BadInput` for unknown trackers, `ComponentFailed` if one does not
-    have everything in the end."""
+def report(run: Path, to: Sequence[str], settings: Sequence[str], say: Callable[[str], None]) -> None:
+    """Send the run, and say a line for each tracker. Raises `BadInput` for unknown trackers, `ComponentFailed` if not
+    everything was sent."""
     read_resolved(run)  # raises if this is not a run
     chosen = [f"--run.report_to={','.join(to)}"] if to else []
     config = load_config(run / CONFIG_FILE, [*settings, *chosen])
-    names = config.run.report_to
-    if not names:
+    if not config.run.report_to:
         raise BadInput("--to: the run has no run.report_to; name a tracker, such as --to tensorboard")
-    check_trackers(config, run)
     active = is_lock_held(run / LOCK_FILE)
-    order = replace(report_order(config, run), finish_s=None, active=active, niceness=0)
+    order = replace(report_order(config, run), finish_s=None, follow=False, active=active, niceness=0)
 
     async def send() -> int | None:
+        await check_trackers(config, run)
         reporter = RunReporter(config, run, say)
         await reporter.start(order)
         return await reporter.finish(None)
 
     if asyncio.run(send()) != 0:
         raise ComponentFailed("report", f"not everything was sent; see {run / 'logs' / 'reporter.log'}")
-    return f"{', '.join(names)}: has everything{' so far' if active else ''}"

@@ -2,11 +2,12 @@
 
     metrics.jsonl, evals.jsonl, rollouts/, resolved.toml, summary.json
         └─▶ RunFollower ─▶ Delivery ─▶ tracker      one thread for each tracker
-                              └─▶ trackers/NAME.json: what it has
+                              └─▶ trackers/NAME.json: what it has stored
 
 `python -P -c BOOTSTRAP PACKAGE check|report ORDER`, where ORDER is JSON (`ReportOrder`). Standard output takes lines
 for the user. The process follows the run until its standard input closes, then sends the rest and exits: with code 0 if
-all trackers have everything.
+everything was sent. It works in the directory in which the run was first reported, because some trackers store relative
+to it.
 
 Invariants
 - The run never waits for this process, and does not need it: everything is in its files, and what a tracker misses is
@@ -27,22 +28,27 @@ import signal
 import sys
 import threading
 import time
-import tomllib
 import traceback
+import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from outpace.errors import BadInput, OutpaceError, one_line, plural
 from outpace.monitoring.line_file import write_atomically
-from outpace.monitoring.run_follower import Position, RunFollower
-from outpace.monitoring.trackers import BUILT_IN, SETTING, TrackedRun, Tracker, load_tracker
+from outpace.monitoring.masked_config import read_masked_config
+from outpace.monitoring.run_follower import KILLED, Item, Position, RunFollower
+from outpace.monitoring.trackers import BUILT_IN, SETTING, TrackedRun, Tracker, load_tracker, make_tracker
 
 FOLDER = "trackers"
 """Folder in the run directory."""
+WORKING_DIRECTORY = "working_directory"
+"""File in that folder: the directory in which the run was first reported."""
 
 BOOTSTRAP = """
 import importlib.util, sys
@@ -61,7 +67,11 @@ BLOCKED_S = 60.0
 MAX_PAUSE_S = 60.0
 """Longest pause before a failed tracker is tried again."""
 NICENESS = 10
-EXIT_BEHIND = 4
+EXIT_INCOMPLETE = 4
+IMPORTING = "importing "
+"""Starts a line of the check that is no problem."""
+TABLE_ATTEMPTS = 3
+"""A table that fails so often is left out."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,8 @@ class ReportOrder:
     project: str
     name: str
     tables_every: int
-    finish_s: float | None  # limit after the run has ended; None: no limit, and the first error ends a tracker
+    finish_s: float | None  # limit after the run has ended; None: no limit
+    follow: bool = True  # send until standard input closes; False: send what is there, and end at the first error
     active: bool = False  # the run may write more although it is not followed
     niceness: int = 0
 
@@ -112,6 +123,9 @@ class Delivery:
         self._unsettled: deque[tuple[float, Position]] = deque()
         self._failures = 0
         self._last_reason = ""  # of a failure
+        self._table_failures = 0  # of the next table, in a row
+        self._took_metrics = False  # since the last failure of a table
+        self._left_out: set[int] = set()  # steps whose tables are not sent
         self._said_blocked = False
 
     @property
@@ -144,7 +158,7 @@ class Delivery:
     def describe_rest(self) -> str:
         """Say what the tracker still lacks, and how to send it."""
         return (
-            f"{self.name}: has received {plural(self._settled.metrics, 'step')} so far; "
+            f"{self.name}: incomplete, after {plural(self._settled.metrics, 'step')}; "
             f"send the rest with: {resend_command(self._run, self._reference)}"
         )
 
@@ -155,71 +169,119 @@ class Delivery:
             self._lock = None
 
     def _deliver(self, ended: bool) -> bool:
-        """Send one batch. Returns whether there was one."""
-        if self._lock is None:
-            self._open()
+        """Send one batch of metrics or, if there are none, one table. Returns whether there was one."""
+        if self._lock is None and not self._open():
+            return False
         position = self._follower.rolled_back(self._position)
         if position != self._position or self._tracker is None:
-            if position.finished and ended:  # by an earlier process, and nothing has happened since
-                self.done = True
+            if ended and not self._order.active and position.ended == _read_summary(self._run)[1]:
+                self._complete()  # by an earlier process, and nothing has happened since
                 return False
             self._connect(position)
         assert self._tracker is not None
-        items = self._follower.next_batch(self._position, ended)
-        for item in items:
-            if item.rows is None:
-                self._tracker.metrics(item.step, item.values, item.at)
-            else:
-                self._tracker.table(item.step, item.rows)
-        if items:
+        records = self._follower.next_records(self._position)
+        for item in records:
+            self._tracker.metrics(item.step, item.values, item.at)
+        if records:
             self._tracker.flush()
-            self._position = items[-1].after
-        elif ended:
+            self._position = records[-1].after
+            self._took_metrics = True
+        table = None if records else self._follower.next_table(self._position, ended)
+        if table is not None:
+            self._send_table(self._tracker, table)
+        elif ended and not records:
             self._finish(self._tracker)
         self._save_stored()
-        return bool(items)
+        return bool(records or table)
 
-    def _open(self) -> None:
-        """Lock the tracker for this process and read what it has."""
+    def _send_table(self, tracker: Tracker, table: Item) -> None:
+        """Send a table. One that fails again and again, while metrics are taken, is left out."""
+        try:
+            if table.rows and table.step not in self._left_out:
+                tracker.table(table.step, table.rows)
+                tracker.flush()
+        except Exception as error:  # boundary: a tracker may raise anything
+            self._table_failures += self._took_metrics or not self._order.follow
+            self._took_metrics = False
+            if self._table_failures == TABLE_ATTEMPTS:
+                self._left_out.add(table.step)
+                self._say(f"{self.name}: the table of step {table.step} is left out: {_reason(error)}")
+            raise
+        self._table_failures = 0
+        self._position = table.after
+
+    def _open(self) -> bool:
+        """Lock the tracker for this process and read what it has. Returns false if another process has the lock and
+        that is the end."""
         self._state.parent.mkdir(exist_ok=True)
         lock = os.open(self._state.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise BlockingIOError("another process is sending this run to it") from None
+            if self._order.follow:
+                raise BlockingIOError("another process is sending this run to it") from None
+            self._say(f"{self.name}: {'the run itself' if self._order.active else 'another process'} sends to it")
+            self.done = True
+            return False
         except OSError as error:  # a file system without locks
             print(f"{self._state}: cannot be locked: {error}", file=sys.stderr)
         try:
+            for left in self._state.parent.glob(f".{self._state.name}.*"):  # by a process killed while it wrote
+                left.unlink(missing_ok=True)
             self._position = self._settled = _read_position(self._state)
         except BaseException:
             os.close(lock)
             raise
         self._lock = lock
+        return True
 
     def _connect(self, position: Position) -> None:
-        self._tracker = None
+        self._drop_tracker()
         self._follower.rewind()
-        tracker = self._make()
+        self._unsettled.clear()
+        self._position = replace(position, new_id=position.new_id or uuid.uuid4().hex[:12])
+        self._save(self._position)  # before the start: if that fails, the next one uses the same id
+        self._tracker = self._make()
         run = TrackedRun(
             project=self._order.project,
             name=self._order.name,
             directory=self._run,
-            config=_read_config(self._run),
+            config=read_masked_config(self._run),
+            new_id=self._position.new_id,
             run_id=position.run_id,
             step=position.metrics,
         )
-        self._position = replace(position, run_id=tracker.start(run))
-        self._tracker = tracker
-        self._unsettled.clear()
+        try:
+            run_id = self._tracker.start(run)
+        except Exception as error:  # boundary: a tracker may raise anything
+            if position.run_id is None:
+                raise
+            hint = f"if its run was deleted there, remove {self._state} to send everything again"
+            raise OutpaceError(f"{_reason(error)}; {hint}") from error
+        self._position = replace(self._position, run_id=run_id)
         self._save(self._position)
 
+    def _drop_tracker(self) -> None:
+        """Close the tracker after a failure, as far as it can be closed."""
+        tracker, self._tracker = self._tracker, None
+        try:
+            getattr(tracker, "close", lambda: None)()
+        except Exception:  # boundary: it has failed before
+            traceback.print_exc()
+
     def _finish(self, tracker: Tracker) -> None:
-        summary = None if self._order.active else _read_summary(self._run)
-        tracker.finish(summary)
+        summary, digest = (None, "") if self._order.active else _read_summary(self._run)
+        tracker.finish(summary, self._order.active)
         self._unsettled.clear()
-        self._position = replace(self._position, finished=summary is not None)
+        self._position = replace(self._position, ended=digest)
         self._save(self._position)
+        self._complete()
+
+    def _complete(self) -> None:
+        if not self._order.follow:
+            so_far = " so far" if self._order.active else ""
+            self._say(f"{self.name}: everything was sent{so_far}, {plural(self._position.metrics, 'step')}")
         self.done = True
 
     def _save_stored(self) -> None:
@@ -243,36 +305,37 @@ class Delivery:
             print(f"{self._state}: {error}", file=sys.stderr)
 
     def _fail(self, error: Exception) -> float:
-        reason = one_line(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {one_line(error)}"
+        reason = _reason(error)
         if reason != self._last_reason:
             traceback.print_exception(error)  # to the log
         self._last_reason = reason
-        self._tracker = None
+        self._drop_tracker()
         self._position = self._settled
         self._follower.rewind()
         self._failures += 1
-        if self._order.finish_s is None:
+        if not self._order.follow and not self._table_failures:
             self.done = self.failed = True
         if self._failures == 1:
             self._say(f"{self.name}: {reason}; {self._consequence()}")
         return min(MAX_PAUSE_S, 2.0 ** min(self._failures, 10))
 
     def _consequence(self) -> str:
-        command = resend_command(self._run, self._reference)
-        if self._order.finish_s is None:
-            return f"run the command again to send the rest: {command}"
-        return f"training continues, and it gets what it misses later, or with: {command}"
+        if not self._order.follow:
+            return f"run the command again to send the rest: {resend_command(self._run, self._reference)}"
+        return "training continues, and what it misses is sent later"
 
 
 class Reporter:
-    """Runs one thread per tracker until the run has ended and all have everything, or the time is up."""
+    """Runs one thread per tracker until the run has ended and everything was sent, or the time is up."""
 
     def __init__(self, order: ReportOrder, say: Callable[[str], None]) -> None:
         self._order = order
         self._say = say
         self._ended = threading.Event()
         self._deliveries = [
-            Delivery(name.rpartition(":")[2], load_tracker(name), order, say) for name in order.trackers
+            # Imported in the thread of the tracker: an import may take long, or never end.
+            Delivery(name.rpartition(":")[2], partial(make_tracker, name), order, say)
+            for name in order.trackers
         ]
         self._threads = [
             threading.Thread(target=self._deliver, args=[each], name=each.name, daemon=True)
@@ -280,10 +343,13 @@ class Reporter:
         ]
 
     def run(self, follow: Callable[[], bool]) -> int:
-        """Follow the run as long as `follow` returns true, which it does after at most a second or so."""
+        """Send until the run has ended. With `order.follow` that is when `follow` returns false; it is called again and
+        again, and waits a second at most."""
+        if not self._order.follow:
+            self._ended.set()
         for thread in self._threads:
             thread.start()
-        while follow():
+        while not self._ended.is_set() and follow():
             self._report_blocked()
         self._ended.set()
         deadline = None if self._order.finish_s is None else time.monotonic() + self._order.finish_s
@@ -291,10 +357,10 @@ class Reporter:
             for thread in self._threads:
                 thread.join(0.05)
             self._report_blocked()
-        behind = [each for each in self._deliveries if not each.done]
-        for delivery in behind:
+        incomplete = [each for each in self._deliveries if not each.done]
+        for delivery in incomplete:
             self._say(delivery.describe_rest())
-        return EXIT_BEHIND if behind or any(each.failed for each in self._deliveries) else 0
+        return EXIT_INCOMPLETE if incomplete or any(each.failed for each in self._deliveries) else 0
 
     def _deliver(self, delivery: Delivery) -> None:
         while not delivery.done:
@@ -318,37 +384,34 @@ def _read_position(state: Path) -> Position:
         raise ValueError(f"{state} is not readable ({error}); remove it to send the run again") from None
 
 
-def _read_config(run: Path) -> dict[str, Any]:
-    """Return the settings of the run, without the values of `launch.env`, which may be secrets."""
-    config = tomllib.loads((run / "resolved.toml").read_text())
-    if env := config.get("launch", {}).get("env"):
-        config["launch"]["env"] = dict.fromkeys(env, "***")
-    return config
-
-
-def _read_summary(run: Path) -> dict[str, Any] | None:
-    """Return the summary; None if the run was killed before it could write one."""
+def _read_summary(run: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the summary and its digest; None and `KILLED` if the run was killed before it could write one."""
     try:
-        summary = json.loads((run / "summary.json").read_bytes())
+        content = (run / "summary.json").read_bytes()
+        summary = json.loads(content)
     except (FileNotFoundError, ValueError):
-        return None
-    return summary if isinstance(summary, dict) else None
+        return None, KILLED
+    return (summary, blake2b(content, digest_size=8).hexdigest()) if isinstance(summary, dict) else (None, KILLED)
 
 
-def find_problems(trackers: Sequence[str], python: str) -> list[str]:
-    """Return one line per tracker that cannot be created. `python`: value of `report.python`, empty if not set."""
-    problems = []
+def _reason(error: Exception) -> str:
+    return one_line(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {one_line(error)}"
+
+
+def find_problems(trackers: Sequence[str], python: str) -> Iterator[str]:
+    """Yield a line per tracker that cannot be created, and `IMPORTING` with its name before one is imported. `python`:
+    value of `report.python`, empty if not set."""
     for name in trackers:
         if name in BUILT_IN and find_spec(name) is None:
             where = f" in the environment of report.python ({python})" if python else ""
             extra = name if python else f"'outpace[{name}]'"
-            problems.append(f"{SETTING}: {name} is not installed{where}; pip install {extra}, or leave it out")
+            yield f"{SETTING}: {name} is not installed{where}; pip install {extra}, or leave it out"
         elif name not in BUILT_IN:
+            yield f"{IMPORTING}{name}"
             try:
                 load_tracker(name)
             except BadInput as error:
-                problems.append(str(error))
-    return problems
+                yield str(error)
 
 
 def _own_channel() -> int:
@@ -376,9 +439,24 @@ def main(mode: str, order_json: str, python: str = "") -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.nice(order.niceness)
+    _enter_working_directory(Path(order.run) / FOLDER)
     code = Reporter(order, say).run(_input_is_open)
     # Not `sys.exit`: that waits for threads of a blocked tracker.
     os._exit(code)
+
+
+def _enter_working_directory(folder: Path) -> None:
+    """Go to the directory in which the run was first reported; if there is none, remember the current one."""
+    sys.path.append(os.getcwd())  # modules of the user's trackers are also looked for here
+    file = folder / WORKING_DIRECTORY
+    try:
+        os.chdir(file.read_text())
+    except OSError:
+        try:
+            folder.mkdir(exist_ok=True)
+            write_atomically(file, os.getcwd(), durable=False)
+        except OSError as error:  # a full disk
+            print(f"{file}: {error}", file=sys.stderr)
 
 
 def _input_is_open() -> bool:

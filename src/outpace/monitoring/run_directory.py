@@ -7,7 +7,7 @@
     batches.jsonl    one record per batch: the groups trained, and the prompt visits finalized without training
     evals.jsonl      one record per evaluation
     summary.json     results, written at the end
-    starts.jsonl     one record per start: the step that it continues from, and when
+    starts.jsonl     one record per start: the step that it continues from, when, and the seconds of earlier starts
     rollouts/, checkpoints/, journal/, logs/
 
 Invariants
@@ -242,7 +242,7 @@ class RunLog:
         for name in LINE_FILES:
             self._lines[name] = LineFile(self.dir / name)
         if not self._resuming:
-            self._record_start(0)
+            self._record_start(0, 0.0)
 
     def abandon(self) -> None:
         """Remove everything this run has created if it has not logged a step; otherwise just close."""
@@ -332,13 +332,17 @@ class RunLog:
                 self._lines[name] = LineFile(self.dir / name)
         rollout_files.roll_back(self.dir, step, rollout_files.steps_of_untrained_groups(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
-        self._record_start(step)  # last: those that follow the run read the shortened files after it
+        self._record_start(step, seconds)  # last: those that follow the run read the shortened files after it
         return PastRun(self.dir, seconds, step)
 
-    def _record_start(self, step: int) -> None:
+    def _record_start(self, step: int, seconds: float) -> None:
+        """Raises OSError if it cannot be written: readers of the run would miss a roll-back."""
         starts = LineFile(self.dir / "starts.jsonl")
-        starts.append({"step": step, "time": round(time.time(), 3)})
-        starts.close()
+        try:
+            starts.append({"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 3)})
+            starts.sync()
+        finally:
+            starts.close()
 
     def _seconds(self) -> float:
         """Return the wall-clock time over all starts of the run, from its summary or, if it was killed, its last

@@ -1,8 +1,8 @@
 """Reads what a tracker has not received yet from a run directory, also while the run writes to it.
 
     metrics.jsonl ─┐
-    evals.jsonl   ─┼─▶ next_batch(position) ─▶ items in order, and the position after them
-    rollouts/     ─┘
+    evals.jsonl   ─┴─▶ next_records(position) ─▶ items in order, each with the position after it
+    rollouts/     ───▶ next_table(position)
     starts.jsonl  ───▶ rolled_back(position): a resumed run repeats the steps after its checkpoint
 
 Invariants
@@ -16,9 +16,10 @@ Invariants
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ BATCH = 200
 """Records in one batch."""
 MAX_TEXT = 20_000
 """Characters of a prompt or completion in a table."""
+MAX_LINE = 64 * 1024
+"""Bytes at the end of metrics.jsonl that hold its last line."""
 TOTAL_S = "time/total_s"
+
+KILLED = "killed"
 
 _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
 
@@ -36,12 +41,13 @@ _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
 class Position:
     """What a tracker has received."""
 
-    run_id: str | None = None  # the tracker's name of the run; None: it does not know the run yet
+    new_id: str = ""  # chosen before the first start, so that a start that fails does not begin two runs
+    run_id: str | None = None  # the tracker's name of the run; None: no start has succeeded yet
     starts: int = 0  # lines of starts.jsonl taken into account
     metrics: int = 0  # last step
     evals: int = -1  # last evaluated version
     tables: int = 0  # step of the last table
-    finished: bool = False  # has the summary
+    ended: str = ""  # digest of the summary that it has; `KILLED`: ended without one; empty: not ended
 
     @classmethod
     def from_json(cls, text: str) -> Position:
@@ -63,6 +69,22 @@ class Item:
     rows: list[dict[str, Any]] | None = None  # None: metrics
 
 
+@dataclass(frozen=True)
+class Start:
+    """A line of starts.jsonl."""
+
+    step: int = 0  # that the run continued from
+    time: float = 0.0  # seconds since the epoch
+    seconds: float = 0.0  # that the run had taken before
+
+
+def time_of(step: int, seconds: float, starts: Sequence[Start]) -> float:
+    """Return when a step was logged, `seconds` into the run, in seconds since the epoch: the same however often it is
+    sent."""
+    start = next((each for each in reversed(starts) if each.step < step), starts[0])
+    return start.time + seconds - start.seconds
+
+
 class LineTail:
     """Reads a JSON lines file from where the last read ended; from the start if the file was replaced."""
 
@@ -74,20 +96,25 @@ class LineTail:
     def rewind(self) -> None:
         self._offset = 0
 
-    def read(self, limit: int) -> list[dict[str, Any]]:
-        """Return up to `limit` complete lines. Invalid ones are left out."""
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of complete lines; invalid ones are left out. A record counts as read when the next one is
+        asked for: the one at which a loop breaks comes again."""
         try:
-            with open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
-                    self._file, self._offset = (status.st_dev, status.st_ino), 0
-                file.seek(self._offset)
-                lines = [file.readline() for _ in range(limit)]
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
-            return []
-        complete = [line for line in lines if line.endswith(b"\n")]
-        self._offset += sum(map(len, complete))
-        return [record for record in map(_parse, complete) if record is not None]
+            return
+        with file:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
+                self._file, self._offset = (status.st_dev, status.st_ino), 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                record = _parse(line)
+                if record is not None:
+                    yield record
+                self._offset += len(line)
 
 
 class RunFollower:
@@ -98,13 +125,13 @@ class RunFollower:
         self._every = tables_every
         self._metrics = LineTail(run / "metrics.jsonl")
         self._evals = LineTail(run / "evals.jsonl")
-        self._newest = 0  # step in metrics.jsonl
-        self._seconds = 0.0  # of that step
+        self._at = 0.0  # time of the last step that was read
 
     def rewind(self) -> None:
         """Read all files again from their start, for a position that went back."""
         self._metrics.rewind()
         self._evals.rewind()
+        self._at = 0.0
 
     def rolled_back(self, position: Position) -> Position:
         """Return the position after the starts of the run that it does not know yet."""
@@ -119,44 +146,71 @@ class RunFollower:
             metrics=min(position.metrics, kept),
             evals=min(position.evals, kept),
             tables=min(position.tables, kept),
-            finished=False,
+            ended="",
         )
 
-    def next_batch(self, position: Position, ended: bool = False) -> list[Item]:
-        """Return what comes after the position: metrics, then evaluations, then tables. `ended`: the run writes no
-        more."""
-        items: list[Item] = []
-        for item in self._new_records(position):
-            position = item.after
-            items.append(item)
-        for step in due_tables(self._tables(), position.tables, self._every, self._newest, ended):
-            if len(items) >= BATCH:
-                break
-            position = replace(position, tables=step)
-            rows = list(table_rows(self._run / "rollouts" / f"step-{step:06d}.jsonl"))
-            items.append(Item(step, position, rows=rows))
-        return items
+    def next_records(self, position: Position) -> list[Item]:
+        """Return the metrics and evaluations after the position, by step. Empty only if there are no more.
+
+        An evaluation waits until the metrics have reached its step, and so does a table: a tracker that is told to go
+        back to the step of the metrics then loses none of them."""
+        return list(self._new_records(position))
+
+    def next_table(self, position: Position, ended: bool = False) -> Item | None:
+        """Return the table that is due next. `ended`: the run writes no more."""
+        for step in due_tables(self._tables(), position.tables, self._every, position.metrics, ended):
+            rows = table_rows(self._run / "rollouts" / f"step-{step:06d}.jsonl")
+            return Item(step, replace(position, tables=step), rows=rows)
+        return None
 
     def _new_records(self, position: Position) -> Iterator[Item]:
-        began = self._began()
-        for record in self._metrics.read(BATCH):
+        """Yield up to `BATCH` metrics, and the evaluations between them."""
+        starts = self._starts()
+        count = 0
+        for record in self._metrics.records():
             step = _step_of(record)
-            self._newest = max(self._newest, step)
+            if step > position.metrics:
+                if count == BATCH:
+                    return
+                count += 1
+                for item in self._new_evaluations(position, step - 1):
+                    position = item.after
+                    yield item
+            self._at = time_of(step, _seconds_of(record), starts)
             if step > position.metrics:
                 position = replace(position, metrics=step)
                 values = {name: value for name, value in _numbers(record) if not name.startswith("eval/")}
-                self._seconds = values.get(TOTAL_S, self._seconds)
-                yield Item(step, position, values, began + self._seconds)
-        for record in self._evals.read(BATCH):
+                yield Item(step, position, values, self._at)
+        yield from self._new_evaluations(position, position.metrics)
+
+    def _new_evaluations(self, position: Position, last: int) -> Iterator[Item]:
+        """Yield the evaluations of versions up to `last`, with the time of the last step before them."""
+        for record in self._evals.records():
             step = _step_of(record)
+            if step > last:
+                return
             if step > position.evals:
                 position = replace(position, evals=step)
-                yield Item(step, position, dict(_numbers(record)), began + self._seconds)
+                yield Item(step, position, dict(_numbers(record)), self._at or time_of(step, 0.0, self._starts()))
 
-    def _began(self) -> float:
-        """Return when the run started first: with the seconds of a record, the same time each time it is sent."""
-        starts = _records(self._run / "starts.jsonl")
-        return float(starts[0].get("time", 0.0)) if starts else 0.0
+    def _starts(self) -> list[Start]:
+        starts = [
+            Start(int(each.get("step", 0)), float(each.get("time", 0.0)), float(each.get("seconds", 0.0)))
+            for each in _records(self._run / "starts.jsonl")
+        ]
+        return starts or [self._assumed_start()]
+
+    def _assumed_start(self) -> Start:
+        """Return the start of a run that has no starts.jsonl: its last step was logged when the file was written."""
+        metrics = self._run / "metrics.jsonl"
+        try:
+            with open(metrics, "rb") as file:
+                written = os.fstat(file.fileno()).st_mtime
+                file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LINE))
+                last = [record for record in map(_parse, file) if record is not None][-1:]
+        except OSError:
+            return Start()
+        return Start(time=written - sum(_seconds_of(record) for record in last))
 
     def _tables(self) -> list[int]:
         try:
@@ -167,7 +221,7 @@ class RunFollower:
 
 
 def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: bool) -> Iterator[int]:
-    """Yield the recorded steps whose tables are due after step `sent`, in order.
+    """Yield the recorded steps up to `newest` whose tables are due after step `sent`, in order.
 
     Workers write the files after the step, not always in order: a missing one is waited for until the run is one
     interval further."""
@@ -175,30 +229,42 @@ def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: b
     for step in recorded:
         if step <= sent or (step - 1) % every:
             continue
+        if step > newest:
+            return
         if step > expected and newest < step + every and not ended:
             return
         yield step
         expected = step + every
 
 
-def table_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table: one per recorded attempt."""
-    for attempt in _records(file):
-        turns = [turn for trajectory in attempt.get("trajectories", []) for turn in trajectory.get("turns", [])]
-        first = turns[:1] if turns and not turns[0].get("sampled") else []
-        prompt = first[0].get("text", "") if first else attempt.get("task_prompt", "")
-        completion = "".join(turn.get("text", "") for turn in turns[len(first) :])
-        yield {
-            "step": attempt.get("step"),
-            "task_id": attempt.get("task_id", ""),
-            "prompt": prompt[:MAX_TEXT],
-            "completion": completion[:MAX_TEXT],
-            "reward": attempt.get("reward"),
-            **{f"reward/{name}": value for name, value in attempt.get("rewards", {}).items()},
-            "advantage": attempt.get("advantage"),
-            "oldest_version": attempt.get("oldest"),
-            "newest_version": attempt.get("newest"),
-        }
+def table_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table, one per recorded attempt, all with the same keys. A reward is None where an attempt
+    does not have it, or where it is not finite."""
+    attempts = _records(file)
+    rewards = dict.fromkeys(name for attempt in attempts for name in attempt.get("rewards", {}))
+    return [_table_row(attempt, list(rewards)) for attempt in attempts]
+
+
+def _table_row(attempt: dict[str, Any], rewards: list[str]) -> dict[str, Any]:
+    turns = [turn for trajectory in attempt.get("trajectories", []) for turn in trajectory.get("turns", [])]
+    first = turns[:1] if turns and not turns[0].get("sampled") else []
+    prompt = first[0].get("text", "") if first else attempt.get("task_prompt", "")
+    completion = "".join(turn.get("text", "") for turn in turns[len(first) :])
+    return {
+        "step": attempt.get("step"),
+        "task_id": attempt.get("task_id", ""),
+        "prompt": prompt[:MAX_TEXT],
+        "completion": completion[:MAX_TEXT],
+        "reward": _finite(attempt.get("reward")),
+        **{f"reward/{name}": _finite(attempt.get("rewards", {}).get(name)) for name in rewards},
+        "advantage": _finite(attempt.get("advantage")),
+        "oldest_version": attempt.get("oldest"),
+        "newest_version": attempt.get("newest"),
+    }
+
+
+def _finite(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -220,6 +286,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _step_of(record: dict[str, Any]) -> int:
     step = record.get("step")
     return step if isinstance(step, int) else -1
+
+
+def _seconds_of(record: dict[str, Any]) -> float:
+    seconds = record.get(TOTAL_S)
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
 
 
 def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from outpace.runtime.references import load_function
 
 SETTING = "run.report_to"
 TABLE = "completions"
+ID = "outpace.run_id"
+"""Where a tracker without ids of ours keeps `TrackedRun.new_id`."""
 
 Row = Mapping[str, Any]
 """A row of a table: prompt, completion, rewards, advantage, versions. All rows of one table have the same keys."""
@@ -41,7 +43,8 @@ class TrackedRun:
     name: str
     directory: Path
     config: dict[str, Any]  # every setting, by section
-    run_id: str | None  # returned by an earlier `start`; None: the tracker does not know this run
+    new_id: str  # an id for the run, the same at every start
+    run_id: str | None  # returned by an earlier `start`; None: none has returned yet, though one may have failed
     step: int  # last step that the tracker surely has; if it has later ones, they come again
 
 
@@ -58,8 +61,10 @@ class Tracker(Protocol):
     def flush(self) -> None:
         """Return once everything so far is stored; it is not sent again."""
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """End the run with the content of `summary.json`. None: the run is still active, or was killed."""
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
+        """End the run with the content of `summary.json`. None: the run is still `active`, or was killed.
+
+        A tracker may also have a method `close`, which is called instead after an error."""
 
 
 class Trackio:
@@ -76,47 +81,55 @@ class Trackio:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        name = run.run_id or self._new_name(run)
+        name, exists = (run.run_id, True) if run.run_id else self._new_name(run)
         # If trackio cannot read its database, "allow" would begin another run of the same name.
-        resume = "never" if run.run_id is None else "must" if run.step > 0 else "allow"
+        resume = "never" if not exists else "must" if run.step > 0 else "allow"
         self._run = self._trackio.init(
-            project=run.project, name=name, config=flat_config(run.config), auto_log_cpu=False, auto_log_gpu=False,
-            resume=resume, embed=False,
+            project=run.project, name=name, config={ID: run.new_id, **flat_config(run.config)}, auto_log_cpu=False,
+            auto_log_gpu=False, resume=resume, embed=False,
         )  # fmt: skip
         return name
 
-    def _new_name(self, run: TrackedRun) -> str:
-        """Return the run's name, with a suffix if another run of the project has it."""
+    def _new_name(self, run: TrackedRun) -> tuple[str, bool]:
+        """Return the run's name, with a suffix if another run of the project has it, and whether a start that failed
+        has begun it."""
         try:
-            taken = {known.name for known in self._trackio.Api().runs(run.project)}
+            known = {each.name: (each.config or {}).get(ID) for each in self._trackio.Api().runs(run.project)}
         except ValueError:  # no such project yet
-            taken = set()
-        return f"{run.name}-{uuid.uuid4().hex[:6]}" if run.name in taken else run.name
+            known = {}
+        name = run.name if known.get(run.name, run.new_id) == run.new_id else f"{run.name}-{run.new_id[:6]}"
+        return name, name in known
 
     def metrics(self, step: int, values: Mapping[str, float], at: float) -> None:
         self._run.log(dict(values), step=step)
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        columns = list(rows[0]) if rows else []
+        columns = list(rows[0])
         data = [[row[name] for name in columns] for row in rows]
         self._run.log({TABLE: self._trackio.Table(columns=columns, data=data)}, step=step)
 
     def flush(self) -> None:
         """Wait until its thread has written everything, and raise if it could not. It has no interface for this."""
         deadline = time.monotonic() + self.FLUSH_S
-        while getattr(self._run, "_queued_logs", None) or getattr(self._run, "_sending_batch", None):
+        while self._run._queued_logs or self._run._sending_batch:
             if time.monotonic() > deadline:
                 raise TimeoutError("it has not stored everything")
             time.sleep(0.05)
-        if lost := [key for key in getattr(self._run, "_warned_failures", ()) if key.startswith(self.LOST)]:
+        if lost := [key for key in self._run._warned_failures if key.startswith(self.LOST)]:
             raise OSError(f"it could not store everything ({', '.join(lost)}); see logs/reporter.log")
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
         if summary is not None:
             numbers = {f"summary/{name}": value for name, value in summary.items() if isinstance(value, int | float)}
             self._run.log(numbers, step=int(summary.get("steps", 0)))
             self.flush()
         self._run.finish()
+
+    def close(self) -> None:
+        """End its thread, which would store later what is sent again."""
+        if self._run is not None:
+            self._run._queued_logs.clear()
+            self._run._stop_flag.set()
 
 
 class Tensorboard:
@@ -154,11 +167,15 @@ class Tensorboard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
         if summary is not None:
             text = "```json\n" + json.dumps(summary, indent=2) + "\n```"
             self._text("summary", int(summary.get("steps", 0)), text)
         self._writer.close()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
     def _text(self, tag: str, step: int, text: str) -> None:
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
@@ -180,6 +197,8 @@ class Mlflow:
     MAX_METRICS = 1000
     """Metrics and parameters that one request may have."""
     MAX_PARAMS = 100
+    REFUSED = re.compile(r"[^\w\-./: ]")
+    """Characters that the name of a metric may not have."""
 
     def __init__(self) -> None:
         import mlflow
@@ -192,14 +211,20 @@ class Mlflow:
 
     def start(self, run: TrackedRun) -> str:
         if run.run_id is None:
-            found = self._client.get_experiment_by_name(run.project)
-            experiment = found.experiment_id if found else self._client.create_experiment(run.project)
-            self._run = self._client.create_run(experiment, run_name=run.name).info.run_id
+            self._run = self._begun(run)
         else:
             self._run = run.run_id
             self._client.update_run(self._run, status="RUNNING")
         self._log_config(run.config)
         return self._run
+
+    def _begun(self, run: TrackedRun) -> str:
+        """Return the id of a new run, or of the one that a start that failed has begun."""
+        experiment = self._client.get_experiment_by_name(run.project)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
+        for begun in self._client.search_runs([place], f"tags.`{ID}` = '{run.new_id}'"):
+            return str(begun.info.run_id)
+        return str(self._client.create_run(place, run_name=run.name, tags={ID: run.new_id}).info.run_id)
 
     def _log_config(self, config: dict[str, Any]) -> None:
         """Log the config as parameters, which never change, and as a file, which a resumed run replaces."""
@@ -212,10 +237,12 @@ class Mlflow:
         self._client.log_dict(self._run, config, "config.json")
 
     def metrics(self, step: int, values: Mapping[str, float], at: float) -> None:
-        self._waiting += [self._metric(name, value, int(at * 1000), step) for name, value in values.items()]
+        self._waiting += [
+            self._metric(self.REFUSED.sub("_", name), value, int(at * 1000), step) for name, value in values.items()
+        ]
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        names, path = list(rows[0]) if rows else [], f"{TABLE}/step-{step:06d}.json"
+        names, path = list(rows[0]), f"{TABLE}/step-{step:06d}.json"
         if path in {known.path for known in self._client.list_artifacts(self._run, TABLE)}:  # replace it
             data = {"columns": names, "data": [[row[name] for name in names] for row in rows]}
             self._client.log_dict(self._run, data, path)
@@ -227,10 +254,12 @@ class Mlflow:
             self._client.log_batch(self._run, metrics=self._waiting[: self.MAX_METRICS])
             del self._waiting[: self.MAX_METRICS]
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
         if summary is not None:
             self._client.log_dict(self._run, dict(summary), "summary.json")
             self._client.set_terminated(self._run, "FAILED" if summary.get("exit") else "FINISHED")
+        elif not active:
+            self._client.set_terminated(self._run, "KILLED")
 
 
 class Wandb:
@@ -253,7 +282,7 @@ class Wandb:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> str:
-        run_id = run.run_id or uuid.uuid4().hex[:12]
+        run_id = run.run_id or run.new_id
         settings = self._wandb.Settings(
             console="off",
             silent=True,
@@ -274,7 +303,7 @@ class Wandb:
         self._run.log({**values, "step": step})
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
-        columns = list(rows[0]) if rows else []
+        columns = list(rows[0])
         table = self._wandb.Table(columns=columns, data=[[row[name] for name in columns] for row in rows])
         self._run.log({TABLE: table, "step": step})
 
@@ -282,10 +311,10 @@ class Wandb:
         if shutil.disk_usage(self._run.dir).free < self.MIN_FREE_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._run.dir)
 
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
+    def finish(self, summary: Mapping[str, Any] | None, active: bool) -> None:
         if summary is not None:
             self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
-        self._run.finish(exit_code=int((summary or {}).get("exit", 0)))
+        self._run.finish(exit_code=0 if active else int(summary.get("exit", 0)) if summary else 1)
 
 
 BUILT_IN: dict[str, Callable[[], Tracker]] = {
@@ -301,6 +330,10 @@ BUILT_IN: dict[str, Callable[[], Tracker]] = {
 def load_tracker(name: str) -> Callable[[], Tracker]:
     """Return the class of a tracker. Raises `BadInput` if it cannot be imported."""
     return BUILT_IN.get(name) or load_function(name, SETTING)
+
+
+def make_tracker(name: str) -> Tracker:
+    return load_tracker(name)()
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:

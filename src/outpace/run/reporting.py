@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import outpace
 from outpace.config import Config
 from outpace.errors import BadInput, one_line
-from outpace.monitoring.reporter import BOOTSTRAP, EXIT_BEHIND, NICENESS, ReportOrder, resend_command
+from outpace.monitoring.reporter import BOOTSTRAP, EXIT_INCOMPLETE, IMPORTING, NICENESS, ReportOrder, resend_command
+from outpace.monitoring.trackers import SETTING
 from outpace.runtime.child_process import describe_exit, end_program, start_program
 from outpace.runtime.cleanup import RuntimeDirectory
 
@@ -26,8 +26,8 @@ CHECK_S = 60.0
 """Limit of the check whether the trackers are installed."""
 NOTICE_S = 2.0
 """After this time at the end of a run, say what is being waited for."""
-EXIT_S = 5.0
-"""How much longer than `report.finish_s` the process may take before it is killed."""
+SEND_SHARE = 0.9
+"""Part of `report.finish_s` in which the process sends; in the rest it says what is missing."""
 
 _OTHER_PYTHON = ("PYTHONPATH", "PYTHONHOME")
 """Variables that must not reach the Python of another environment."""
@@ -36,40 +36,58 @@ _OTHER_PYTHON = ("PYTHONPATH", "PYTHONHOME")
 def report_order(config: Config, run: Path) -> ReportOrder:
     report = config.report
     return ReportOrder(
-        run=str(run),
+        run=str(run.absolute()),  # the process may work in another directory
         trackers=config.run.report_to,
         project=report.project,
         name=report.name or run.absolute().name,
         tables_every=report.tables_every,
-        finish_s=report.finish_s,
+        finish_s=SEND_SHARE * report.finish_s,
         niceness=NICENESS,
     )
 
 
-def check_trackers(config: Config, run: Path) -> None:
+async def check_trackers(config: Config, run: Path) -> None:
     """Raise `BadInput` for a tracker that the Python of the reporter does not have."""
     if not config.run.report_to:
         return
-    command = [*_command(config, "check", report_order(config, run)), config.report.python or ""]
+    python, lines = _python(config), list[str]()
     try:
-        done = subprocess.run(
-            command, env=_environment(config), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=CHECK_S, check=False,
+        child = await _Child.start(
+            config, "check", report_order(config, run), config.report.python or "", stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        raise BadInput(f"report.python {command[0]}: no answer within {CHECK_S:g} s") from None
     except OSError as error:
-        raise BadInput(f"report.python {command[0]}: cannot start: {error.strerror}") from None
-    if done.returncode:
-        last = one_line(done.stderr.strip().rpartition("\n")[2]) or describe_exit(done.returncode)
-        raise BadInput(f"report.python {command[0]}: not a usable Python 3.11 or later: {last}")
-    for problem in done.stdout.splitlines():
-        raise BadInput(problem)
+        raise BadInput(f"report.python: cannot start {python}: {error.strerror}") from None
+    try:
+        async with asyncio.timeout(CHECK_S):
+            errors = await _read_check(child.process, lines)
+    except TimeoutError:
+        slow = lines[-1].removeprefix(IMPORTING) if lines else ""
+        what = f"{SETTING}: {slow}: the import takes" if slow else f"report.python {python}: the start takes"
+        raise BadInput(f"{what} longer than {CHECK_S:g} s") from None
+    finally:
+        await child.end()
+    if status := child.process.returncode:
+        last = one_line(errors.strip().rpartition("\n")[2]) or describe_exit(status)
+        raise BadInput(f"report.python {python}: not a usable Python 3.11 or later: {last}")
+    for line in lines:
+        if not line.startswith(IMPORTING):
+            raise BadInput(line)
 
 
-def _command(config: Config, mode: str, order: ReportOrder) -> list[str]:
-    python = os.path.expanduser(config.report.python) if config.report.python else sys.executable
-    return [python, "-P", "-c", BOOTSTRAP, str(Path(outpace.__file__).parent), mode, order.to_json()]
+async def _read_check(process: asyncio.subprocess.Process, lines: list[str]) -> str:
+    """Wait for the end of the check. Adds what it says to `lines`, as it comes, and returns what it prints."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors = asyncio.ensure_future(process.stderr.read())
+    while line := await process.stdout.readline():
+        lines.append(line.decode(errors="replace").rstrip())
+    await process.wait()
+    return (await errors).decode(errors="replace")
+
+
+def _python(config: Config) -> str:
+    return os.path.expanduser(config.report.python) if config.report.python else sys.executable
 
 
 def _environment(config: Config) -> dict[str, str]:
@@ -82,6 +100,34 @@ def _open_log(run: Path) -> BinaryIO:
     return open(run / "logs" / "reporter.log", "ab")
 
 
+class _Child:
+    """A process of the reporter. It is in a session of its own, and dies with this process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str, directory: RuntimeDirectory) -> None:
+        self.process = process
+        self._mark = mark
+        self._directory = directory
+
+    @classmethod
+    async def start(cls, config: Config, mode: str, order: ReportOrder, *arguments: str, **streams: Any) -> _Child:
+        """Raises `BadInput` or `OSError` if it cannot be started."""
+        directory = await asyncio.to_thread(RuntimeDirectory)
+        try:
+            mark = directory.cleanup.new_mark()
+            environment = _environment(config) | directory.cleanup.marked(mark) | {"TMPDIR": str(directory.files)}
+            package = str(Path(outpace.__file__).parent)
+            command = [_python(config), "-P", "-c", BOOTSTRAP, package, mode, order.to_json(), *arguments]
+            return cls(await start_program(command, environment, mark, "report.python", **streams), mark, directory)
+        except BaseException:
+            await asyncio.to_thread(directory.remove)
+            raise
+
+    async def end(self) -> None:
+        if self.process.returncode is None:
+            await end_program(self.process, self._mark, "reporter")
+        await asyncio.to_thread(self._directory.remove)
+
+
 class RunReporter:
     """Parent side of the reporter. Does nothing if `run.report_to` is empty."""
 
@@ -89,9 +135,7 @@ class RunReporter:
         self._config = config
         self._run = run
         self._say = say
-        self._directory: RuntimeDirectory | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._mark = ""
+        self._child: _Child | None = None
         self._messages: asyncio.Task[None] | None = None
         self._finishing = False
 
@@ -101,19 +145,15 @@ class RunReporter:
         if not order.trackers:
             return
         try:
-            self._directory = await asyncio.to_thread(RuntimeDirectory)
-            self._mark = self._directory.cleanup.new_mark()
-            environment = _environment(self._config) | self._directory.cleanup.marked(self._mark)
-            environment |= {"TMPDIR": str(self._directory.files)}
             with await asyncio.to_thread(_open_log, self._run) as log:
-                self._process = await start_program(
-                    _command(self._config, "report", order), environment, self._mark, "report.python",
+                self._child = await _Child.start(
+                    self._config, "report", order,
                     stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 )  # fmt: skip
         except (OSError, BadInput) as error:
-            self._say(f"trackers: {one_line(error)}; nothing is reported; send it later with: {self._remedy}")
+            self._say(f"trackers: {one_line(error)}; nothing is sent; send it later with: {self._remedy}")
             return
-        self._messages = asyncio.create_task(self._forward(self._process), name="messages of the reporter")
+        self._messages = asyncio.create_task(self._forward(self._child.process), name="messages of the reporter")
 
     @property
     def _remedy(self) -> str:
@@ -124,38 +164,42 @@ class RunReporter:
         async for line in process.stdout:
             self._say(line.decode(errors="replace").rstrip())
         status = await process.wait()
-        if not self._finishing or status not in (0, EXIT_BEHIND):
+        if not self._finishing or status not in (0, EXIT_INCOMPLETE):
             self._say(
                 f"trackers: the reporter {describe_exit(status)}; the run does not need it; "
                 f"send what is missing with: {self._remedy}"
             )
 
-    async def finish(self, within_s: float | None) -> int | None:
-        """Have the rest sent, within the limit, and remove everything. Returns the exit code of the process; None: it
-        was killed, or there is none."""
+    async def finish(self, within_s: float | None, aborted: bool = False) -> int | None:
+        """Have the rest sent within the limit, or give up at once if the run was aborted, and remove everything.
+        Returns the exit code of the process; None: it was killed, or there is none. `within_s` None: no limit."""
         try:
-            if self._process is None or self._messages is None or self._messages.done():
-                return None if self._process is None else self._process.returncode
+            if self._child is None or self._messages is None:
+                return None
             self._finishing = True
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            limit = math.inf if within_s is None else within_s
-            done, waiting = await asyncio.wait([self._messages], timeout=min(limit, NOTICE_S))
-            if waiting and limit > NOTICE_S:
-                self._say("trackers: sending what they do not have yet")
-                done, _ = await asyncio.wait(waiting, timeout=None if within_s is None else within_s - NOTICE_S)
-            if not done:
-                self._say(f"trackers: the reporter does not answer; send the rest with: {self._remedy}")
-            return self._process.returncode
+            if not aborted and not self._messages.done():
+                await self._wait(self._child.process, self._messages, within_s)
+            return self._child.process.returncode
         finally:
             await self._remove()
+
+    async def _wait(
+        self, process: asyncio.subprocess.Process, messages: asyncio.Task[None], within_s: float | None
+    ) -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        limit = math.inf if within_s is None else within_s
+        done, waiting = await asyncio.wait([messages], timeout=min(limit, NOTICE_S))
+        if waiting and limit > NOTICE_S:
+            self._say("trackers: sending what they do not have yet")
+            done, _ = await asyncio.wait(waiting, timeout=None if within_s is None else within_s - NOTICE_S)
+        if not done:
+            self._say(f"trackers: not everything was sent within {limit:g} s; send the rest with: {self._remedy}")
 
     async def _remove(self) -> None:
         if self._messages is not None:
             self._messages.cancel()
             await asyncio.gather(self._messages, return_exceptions=True)  # whatever it raised must not end the run
-        if self._process is not None and self._process.returncode is None:
-            await end_program(self._process, self._mark, "reporter")
-        if self._directory is not None:
-            await asyncio.to_thread(self._directory.remove)
-        self._process = self._messages = self._directory = None
+        if self._child is not None:
+            await self._child.end()
+        self._child = self._messages = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,7 +39,7 @@ from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.run.plan import RunPlan
-from outpace.run.reporting import EXIT_S, RunReporter, check_trackers
+from outpace.run.reporting import RunReporter, check_trackers
 from outpace.run.resume import (
     CheckpointWriter,
     ResumePoint,
@@ -73,7 +73,7 @@ class RunSession:
         self._driver: Driver | None = None
         self._console: ProgressConsole | None = None
         self._stop_requested = self._interrupted = False
-        self._starting: asyncio.Task[Components] | None = None
+        self._starting: asyncio.Task[Any] | None = None
         self._loop = asyncio.get_running_loop()
         self.summary: Summary | None = None
         """Set when the run has ended, however it ended."""
@@ -104,6 +104,16 @@ class RunSession:
         console.start()
         self._console = console
         self._reporter = RunReporter(self._config, self._log.dir, console.warning)
+        aborted = False
+        try:
+            return await self._run(console, recorder, callbacks)
+        except asyncio.CancelledError:
+            aborted = True
+            raise
+        finally:  # the summary that the trackers get is final now
+            await self._finish_reporter(aborted)
+
+    async def _run(self, console: ProgressConsole, recorder: Recorder, callbacks: CallbackRunner) -> Summary:
         try:
             reason = await self._drive(recorder)
             callbacks.check()
@@ -142,15 +152,18 @@ class RunSession:
         return f"stopped after step {steps}; resume with: {how}{again}"
 
     async def _finish_run(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
-        """Write the summary, call `on_run_end`, wait up to `callbacks_s` for the callbacks and end the reporter."""
+        """Write the summary, call `on_run_end` and wait up to `callbacks_s` for the callbacks."""
         await asyncio.to_thread(self._write_summary, recorder, ended)
         recorder.callbacks.post("on_run_end", ended)
-        reporter_s = 0.0 if callbacks_s == ABORT_CALLBACKS_S else self._config.report.finish_s + EXIT_S
+        with contextlib.suppress(ComponentFailed):  # a failed callback has ended the run, or is checked next
+            await recorder.callbacks.close(callbacks_s)
+
+    async def _finish_reporter(self, aborted: bool) -> None:
         try:
-            with contextlib.suppress(ComponentFailed):  # a failed callback has ended the run, or is checked next
-                await recorder.callbacks.close(callbacks_s)
-        finally:
-            await self._reporter.finish(reporter_s)
+            await self._reporter.finish(self._config.report.finish_s, aborted)
+        except asyncio.CancelledError:  # a second signal ends only the reporter: the run has ended before
+            if self._console is not None:
+                self._console.warning("trackers: not everything was sent")
 
     def _write_summary(self, recorder: Recorder, ended: Summary) -> None:
         if not self._log.began:
@@ -168,7 +181,7 @@ class RunSession:
         count, streamed = self._plan.tasks.count, self._plan.stream is not None
         settings = scheduler_settings(self._config, count, self._plan.eval_count > 0, streamed)
         order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
-        await asyncio.to_thread(check_trackers, self._config, self._log.dir)
+        await self._unless_stopped(check_trackers(self._config, self._log.dir))
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
         for line in await asyncio.to_thread(self._memory_warnings):
             recorder.console.status(line)
@@ -176,7 +189,7 @@ class RunSession:
         if warning := self._plan.eval_warning:
             recorder.console.status(warning)
         async with launch(self._plan, self._log.dir) as launcher:
-            components = await self._start_unless_stopped(launcher, recorder.console.status)
+            components = await self._unless_stopped(self._start_components(launcher, recorder.console.status))
             await self._restore(components, resume_point)
             await self._check_logprobs(components, resume_point.version, recorder.console.status)
             scheduler = Scheduler(settings, order, resume_point.state, resume_point.recovered, resume_point.evaluated)
@@ -214,14 +227,16 @@ class RunSession:
 
     # ------------------------------------------------------------------------------------------------ components
 
-    async def _start_unless_stopped(self, launcher: Launcher, report: Callable[[str], None]) -> Components:
-        """Start all components. Servers can take minutes to start, so `stop` cancels this."""
+    async def _unless_stopped(self, start: Coroutine[Any, Any, T]) -> T:
+        """Await a part of the start. It can take minutes, so `stop` cancels it."""
         stopped = Interrupted("stopped while components were starting; nothing was trained")
         if self._stop_requested:
+            start.close()
             raise stopped
-        self._starting = asyncio.create_task(self._start_components(launcher, report))
+        starting = asyncio.create_task(start)
+        self._starting = starting
         try:
-            return await self._starting
+            return await starting
         except asyncio.CancelledError:
             if self._stop_requested:
                 raise stopped from None
