@@ -364,10 +364,12 @@ async def test_kills_and_crashes_leak_neither_threads_nor_descriptors(make_pool:
     await asyncio.gather(*(asyncio.to_thread(everyone.wait) for _ in range(THREADS)))  # start all its threads
     await round_of_failures()
     me = psutil.Process()
-    before = (me.num_fds(), me.num_threads(), len(asyncio.all_tasks()))
+    fds, threads, tasks = me.num_fds(), me.num_threads(), len(asyncio.all_tasks())
     for _ in range(2):
         await round_of_failures()
-    assert (me.num_fds(), me.num_threads(), len(asyncio.all_tasks())) == before
+    assert me.num_fds() <= fds  # fewer: something of an earlier test has ended meanwhile
+    assert me.num_threads() <= threads
+    assert len(asyncio.all_tasks()) <= tasks
 
 
 # -------------------------------------------------------------------------------------------------------- serialization
