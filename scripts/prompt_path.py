@@ -31,7 +31,7 @@ def record(frame, event, argument):
     code = frame.f_code
     if event == "call":
         if window[0] == 0 and code.co_name == "run" and code.co_filename.endswith("controller/groups.py"):
-            admitted.add(frame.f_locals["admit"].group)
+            admitted.add(frame.f_locals["order"].group)
             window[0] = len(admitted) == 3
         if window[0] == 1 and code.co_filename not in seen and code.co_filename.startswith(source):
             seen.add(code.co_filename)

@@ -69,9 +69,9 @@ MAX_PAUSE_S = 60.0
 NICENESS = 10
 EXIT_INCOMPLETE = 4
 IMPORTING = "importing "
-"""Starts a line of the check that is no problem."""
+"""Prefix of a line that the check prints before each import, so that a slow one can be named."""
 TABLE_ATTEMPTS = 3
-"""A table that fails so often is left out."""
+"""A table is left out after this many failures."""
 
 
 @dataclass(frozen=True)

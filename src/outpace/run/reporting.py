@@ -199,7 +199,7 @@ class RunReporter:
     async def _remove(self) -> None:
         if self._messages is not None:
             self._messages.cancel()
-            await asyncio.gather(self._messages, return_exceptions=True)  # whatever it raised must not end the run
+            await asyncio.gather(self._messages, return_exceptions=True)  # its errors must not end the run
         if self._child is not None:
             await self._child.end()
         self._child = self._messages = None

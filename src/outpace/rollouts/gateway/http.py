@@ -128,7 +128,7 @@ ReplyEvents = CompletionStream | MessagesStream
 class ApiFormat:
     """One API: how requests are parsed, and how an answer is returned, whole or as a stream of server-sent events.
 
-    With `named_events` every event has a type line, and there is no final `[DONE]`."""
+    With `named_events` every event has a type line, and `[DONE]` is not sent."""
 
     read: Callable[[dict[str, Any]], PolicyRequest]
     response: Callable[[GatewayReply, str], dict[str, Any]]
