@@ -39,9 +39,9 @@ from outpace.algorithms.losses import Tokens
 from outpace.config import Config
 from outpace.config.algorithm import configured_policy_loss
 from outpace.config.validation import resolve
+from outpace.engines.embedded.decode_batch import sample
 from outpace.engines.embedded.decoder import Decoder
 from outpace.engines.embedded.load_decoder import build_decoder
-from outpace.engines.embedded.sampling import sample
 from outpace.hardware.cores import learner_threads
 from outpace.learner.forward import Forward, ForwardOptions, choose_forward
 from outpace.learner.packing import pack

@@ -202,8 +202,7 @@ def bench(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.commands.fleet import current_fleet, engines_json, send_orders
-    from outpace.monitoring.fleet_orders import FleetOrder
+    from outpace.monitoring.fleet_orders import FleetOrder, current_fleet, engines_json, send_orders
 
     _no_settings(settings)
     orders = [FleetOrder(add=url) for url in arguments.add] + [FleetOrder(remove=name) for name in arguments.remove]
@@ -227,9 +226,9 @@ def check_logprobs(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def report(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.commands.report import report as send
+    from outpace.run.reporting import send_run
 
-    send(arguments.run, arguments.to, settings, lambda line: print(f"outpace: {line}", file=sys.stderr))
+    send_run(arguments.run, arguments.to, settings, lambda line: print(f"outpace: {line}", file=sys.stderr))
     return 0
 
 

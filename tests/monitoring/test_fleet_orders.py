@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from outpace.commands.fleet import check_order, current_fleet, send_orders
 from outpace.config import Config
 from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.monitoring import fleet_orders
-from outpace.monitoring.fleet_orders import EngineStatus, FleetFile, FleetOrder, FleetState, OrderOutcome, OrderReader
+from outpace.monitoring.fleet_orders import (
+    EngineStatus,
+    FleetFile,
+    FleetOrder,
+    FleetState,
+    OrderOutcome,
+    OrderReader,
+    check_order,
+    current_fleet,
+    send_orders,
+)
 from outpace.monitoring.run_directory import RunLock
 from support import names, write_resolved
 
@@ -90,7 +99,7 @@ class AnsweringRun(OrderReader):
 
     def __init__(self, run: Path, monkeypatch: pytest.MonkeyPatch, **outcome: str) -> None:
         super().__init__(run)
-        monkeypatch.setattr("outpace.commands.fleet.time.sleep", lambda _: self.answer(run, outcome))
+        monkeypatch.setattr("outpace.monitoring.fleet_orders.time.sleep", lambda _: self.answer(run, outcome))
 
     def answer(self, run: Path, outcome: dict[str, str]) -> None:
         orders, _ = self.read_new()

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.config.reporting import TRACKERS
-from outpace.monitoring.masked_config import read_masked_config
 from outpace.monitoring.reporter import (
     BLOCKED_S,
     BOOTSTRAP,
@@ -26,7 +25,15 @@ from outpace.monitoring.reporter import (
     find_problems,
 )
 from outpace.monitoring.run_directory import RunLog
-from outpace.monitoring.run_follower import BATCH, LineTail, Position, RunFollower, due_tables, table_rows
+from outpace.monitoring.run_follower import (
+    BATCH,
+    LineTail,
+    Position,
+    RunFollower,
+    due_tables,
+    read_masked_config,
+    table_rows,
+)
 from outpace.monitoring.trackers import BUILT_IN, TrackedRun, flat_config, markdown_table
 from reporting.recording_tracker import calls, steps
 from support import names

@@ -11,8 +11,7 @@ import pytest
 
 import outpace
 from outpace.errors import BadInput, RewardFailed
-from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import GradedCompletion, grade
+from outpace.rewards.grading import GradedCompletion, GraderPool, grade
 from outpace.rewards.registry import check_rewards, isolated_sources, resolve_rewards
 from outpace.types import Episode, Task, Trajectory
 from rewards.evaluators import count, leaves, patient, picky, sampled, unsure

@@ -19,8 +19,7 @@ import psutil
 import pytest
 
 from outpace.errors import RewardFailed
-from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import GradedCompletion, grade
+from outpace.rewards.grading import GradedCompletion, GraderPool, grade
 from outpace.rewards.registry import isolated_sources
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.child_process import MAX_OUTPUT
@@ -257,7 +256,7 @@ async def test_the_reply_of_a_forked_copy_is_ignored(make_pool: MakePool) -> Non
 PARENT = """
 import asyncio, sys
 from outpace.runtime.by_value import UserCodeSource
-from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import GraderPool
 
 async def main():
     pool = GraderPool({"hangs": UserCodeSource(sys.argv[1])})

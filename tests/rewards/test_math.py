@@ -14,8 +14,7 @@ from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.rewards import builtin
 from outpace.rewards.builtin import score_in_forks
-from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import grade
+from outpace.rewards.grading import GraderPool, grade
 from outpace.rewards.registry import check_rewards, isolated_sources, resolve_rewards
 from support import naming
 

@@ -11,8 +11,7 @@ from outpace.config.load import make_config
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput
 from outpace.models.chat_format import TemplateChatFormat
-from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import grade
+from outpace.rewards.grading import GraderPool, grade
 from outpace.rewards.registry import check_rewards, isolated_sources
 from outpace.rollouts.build import build_rollout
 from outpace.rollouts.worker import RewardFunctions, RolloutWorker

@@ -27,7 +27,7 @@ from outpace.engines.fleet import EngineFleet
 from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
 from outpace.protocols import ModelClient
-from outpace.rewards.grader_pool import GraderPool
+from outpace.rewards.grading import GraderPool
 from outpace.rewards.registry import isolated_sources
 from outpace.rollouts.episode import single_turn
 from outpace.rollouts.group_scoring import SWAPPED

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from drills.checks import accounting
-from outpace.commands.fleet import current_fleet
-from outpace.monitoring.fleet_orders import EngineStatus
+from outpace.monitoring.fleet_orders import EngineStatus, current_fleet
 from support import read_lines, run_command, start_command
 
 PATIENCE_S = 120.0

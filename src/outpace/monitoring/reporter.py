@@ -41,8 +41,7 @@ from typing import Any
 
 from outpace.errors import BadInput, OutpaceError, one_line, plural
 from outpace.monitoring.line_file import write_atomically
-from outpace.monitoring.masked_config import read_masked_config
-from outpace.monitoring.run_follower import KILLED, Item, Position, RunFollower
+from outpace.monitoring.run_follower import KILLED, Item, Position, RunFollower, read_masked_config
 from outpace.monitoring.trackers import BUILT_IN, SETTING, TrackedRun, Tracker, load_tracker, make_tracker
 
 FOLDER = "trackers"

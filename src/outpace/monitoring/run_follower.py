@@ -4,6 +4,7 @@
     evals.jsonl   ─┴─▶ next_records(position) ─▶ items in order, each with the position after it
     rollouts/     ───▶ next_table(position)
     starts.jsonl  ───▶ rolled_back(position): a resumed run repeats the steps after its checkpoint
+    resolved.toml ───▶ read_masked_config: the settings without secrets
 
 Invariants
 - A position holds steps, not bytes: a resume replaces the files by shorter ones. Every start of the run adds a line
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -297,3 +299,48 @@ def _numbers(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
             yield name, float(value)
+
+
+MASK = "***"
+
+_SECRET = re.compile("key|token|secret|password|bearer", re.IGNORECASE)
+_URL_USER = re.compile(r"(\w://)[^/@\s]+@")
+_URL_QUERY = re.compile(r"(\w://[^\s?]+\?)\S+")
+
+
+def read_masked_config(run: Path) -> dict[str, Any]:
+    """Return the settings with secrets masked: values of `launch.env`, values of arguments in `launch.args` and
+    `tools.mcp` whose names say so, and users, passwords and queries of URLs."""
+    config = tomllib.loads((run / "resolved.toml").read_text())
+    launch, tools = config.get("launch", {}), config.get("tools", {})
+    if env := launch.get("env"):
+        launch["env"] = dict.fromkeys(env, MASK)
+    if arguments := launch.get("args"):
+        launch["args"] = mask_arguments(arguments)
+    if servers := tools.get("mcp"):
+        tools["mcp"] = [" ".join(mask_arguments(server.split(" "))) for server in servers]
+    masked: dict[str, Any] = _mask_urls(config)
+    return masked
+
+
+def mask_arguments(words: Sequence[str]) -> list[str]:
+    """Mask the values of arguments whose names say that they are secret, as `--api-key X`, `--api-key=X`, `KEY=X`."""
+    masked = []
+    named = False  # the word before names a secret
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_secret = bool(_SECRET.search(name))
+        masked.append(MASK if named else f"{name}={MASK}" if equals and is_secret else word)
+        named = is_secret and not equals and (word.startswith("-") or word.lower() == "bearer")
+    return masked
+
+
+def _mask_urls(value: Any) -> Any:
+    """Mask users, passwords and queries of all URLs."""
+    if isinstance(value, dict):
+        return {name: _mask_urls(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_mask_urls(each) for each in value]
+    if isinstance(value, str):
+        return _URL_QUERY.sub(rf"\1{MASK}", _URL_USER.sub(rf"\1{MASK}@", value))
+    return value

@@ -37,8 +37,7 @@ from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
 from outpace.models.chat_format import ChatFormat
 from outpace.protocols import Reward, Rollout, TaskSource
-from outpace.rewards.grader_pool import GraderPool
-from outpace.rewards.grading import GradedCompletion, apply_overlong_penalty, grade
+from outpace.rewards.grading import GradedCompletion, GraderPool, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
 from outpace.rollouts.client import PolicyClient, RenderedPrompts

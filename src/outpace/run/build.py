@@ -353,7 +353,7 @@ def _gateway_port(config: Config, worker: str) -> int:
 
 def build_reward_functions(config: Config, given: list[Any] | None) -> Any:
     """Build the reward functions: those passed from Python, or those named in the config."""
-    from outpace.rewards.grader_pool import GraderPool
+    from outpace.rewards.grading import GraderPool
     from outpace.rewards.registry import isolated_sources, resolve_rewards
     from outpace.rollouts.worker import RewardFunctions
 

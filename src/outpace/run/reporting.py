@@ -10,14 +10,17 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import outpace
 from outpace.config import Config
-from outpace.errors import BadInput, one_line
+from outpace.config.load import CONFIG_FILE, load_config, read_resolved
+from outpace.errors import BadInput, ComponentFailed, one_line
 from outpace.monitoring.reporter import BOOTSTRAP, EXIT_INCOMPLETE, IMPORTING, NICENESS, ReportOrder, resend_command
+from outpace.monitoring.run_directory import LOCK_FILE, is_lock_held
 from outpace.monitoring.trackers import SETTING
 from outpace.runtime.child_process import describe_exit, end_program, start_program
 from outpace.runtime.cleanup import RuntimeDirectory
@@ -203,3 +206,24 @@ class RunReporter:
         if self._child is not None:
             await self._child.end()
         self._child = self._messages = None
+
+
+def send_run(run: Path, to: Sequence[str], settings: Sequence[str], say: Callable[[str], None]) -> None:
+    """Send a run to trackers, as far as they do not have it yet, and say a line for each of them. Raises `BadInput` for
+    unknown trackers, `ComponentFailed` if not everything was sent."""
+    read_resolved(run)  # raises if this is not a run
+    chosen = [f"--run.report_to={','.join(to)}"] if to else []
+    config = load_config(run / CONFIG_FILE, [*settings, *chosen])
+    if not config.run.report_to:
+        raise BadInput("--to: the run has no run.report_to; name a tracker, such as --to tensorboard")
+    active = is_lock_held(run / LOCK_FILE)
+    order = replace(report_order(config, run), finish_s=None, follow=False, active=active, niceness=0)
+
+    async def send() -> int | None:
+        await check_trackers(config, run)
+        reporter = RunReporter(config, run, say)
+        await reporter.start(order)
+        return await reporter.finish(None)
+
+    if asyncio.run(send()) != 0:
+        raise ComponentFailed("report", f"not everything was sent; see {run / 'logs' / 'reporter.log'}")

@@ -270,7 +270,7 @@ async def test_no_more_requests_than_the_limit_are_sent() -> None:
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outpace.engines.fleet.FIRST_BACKOFF_S", 0.001)
     monkeypatch.setattr("outpace.engines.fleet.MAX_BACKOFF_S", 0.02)
-    monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.001)
+    monkeypatch.setattr("outpace.engines.server.server_engine._SUSPECT_PROBE_S", 0.001)
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -631,8 +631,8 @@ async def test_a_probe_queued_behind_progressing_requests_counts_as_passed() -> 
 async def test_a_suspect_server_is_checked_for_a_restart_before_it_serves_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.01)
-    monkeypatch.setattr("outpace.engines.server.health._METRICS_S", 600.0)
+    monkeypatch.setattr("outpace.engines.server.server_engine._SUSPECT_PROBE_S", 0.01)
+    monkeypatch.setattr("outpace.engines.server.server_engine._METRICS_S", 600.0)
     routes = ["/inference/v1/generate", "/pause", "/abort_requests"]  # the server reports no versions
     async with engine_setup(FakeServer(routes=routes)) as setup:
         await setup.until(lambda: "/metrics" in setup.fake.calls)
@@ -654,7 +654,7 @@ async def test_invalid_metrics_do_not_stop_the_metrics_loop() -> None:
 
 
 async def test_a_passed_probe_clears_the_suspicion_caused_by_failed_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.engines.server.health._SUSPECT_PROBE_S", 0.01)
+    monkeypatch.setattr("outpace.engines.server.server_engine._SUSPECT_PROBE_S", 0.01)
     async with engine_setup() as setup:
         setup.fake.fault = lambda: Fault("500")
         for name in "abc":
