@@ -68,7 +68,9 @@ def plan(rounds: int, full: bool) -> list[str]:
 def measure(run: Path, settings: Sequence[str], kinds: Sequence[str], block: int, store: Path) -> list[float]:
     """Train through all blocks. Returns the seconds of every step after the warm-up."""
     steps = WARM_UP + block * len(kinds)
-    command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *settings, f"--run.dir={run}", "--eval.count=0"]
+    # Without the filter every step is the same work: a policy that solves most tasks would sample ever more groups.
+    fixed = ["--eval.count=0", "--filter.uniform=false"]
+    command = [sys.executable, "-m", "outpace.cli", "train", "--quiet", *fixed, *settings, f"--run.dir={run}"]
     filling = store / "filling"
     with subprocess.Popen([*command, f"--run.steps={steps}"], stdout=subprocess.DEVNULL) as process:
         reached = 0
