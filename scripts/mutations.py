@@ -32,7 +32,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20
 COUNT = 20
-SLOWER = "slow or alone or vllm or smollm2 or nightly or gpu"
+SLOWER = (ROOT / "Makefile").read_text().partition("\nSLOWER := ")[2].partition("\n")[0]
+"""Markers of the tests that `make test` leaves out."""
 NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "runs")
 
 TARGETS = {

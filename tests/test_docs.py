@@ -239,6 +239,7 @@ def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
         "filter",
         "difficulty",
         "replay",
+        "reroll",
         "governor",
     )
     settings = {key for key in KNOWN if key.partition(".")[0] in sections}
@@ -258,6 +259,7 @@ def test_every_algorithm_metric_is_on_the_algorithms_page() -> None:
         "lag/",
         "governor/",
         "replay/",
+        "reroll/",
         "difficulty/",
     )
     metrics = {name for name in RULES if name.startswith(prefixes)} | {f"offpolicy/{name}" for name in RATIO_BINS}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 
 import pytest
-from scripts.mutations import COUNT, ROOT, SEED, TARGETS, draw, mutations_of, outcome_of
+from scripts.mutations import COUNT, ROOT, SEED, SLOWER, TARGETS, draw, mutations_of, outcome_of
 
 SOURCE = '''
 """Docstring."""
@@ -40,6 +41,12 @@ def test_mutations_are_valid_code_that_differs() -> None:
 
 def test_every_target_and_its_tests_exist() -> None:
     assert [path for file, tests in TARGETS.items() for path in (file, *tests) if not (ROOT / path).exists()] == []
+
+
+def test_the_quick_tests_are_those_without_any_marker_of_the_project() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = {marker.partition(":")[0] for marker in settings["tool"]["pytest"]["ini_options"]["markers"]}
+    assert set(SLOWER.split(" or ")) == declared
 
 
 def test_the_same_seed_draws_the_same_mutations_from_every_target() -> None:

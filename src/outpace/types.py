@@ -202,8 +202,9 @@ class GroupOrder(msgspec.Struct, frozen=True):
     """The controller's request to a worker to generate one group.
 
     `group` is the admission index, unique over the whole run. `position` is the index of the prompt visit in the task
-    order over all epochs. `min_version` is the oldest policy version that may serve it; with `pinned`, every token
-    comes from exactly that version. A held-out group is graded and reported but never journaled.
+    order over all epochs; re-rolls have their own (`outpace.tasks.order`). `min_version` is the oldest policy version
+    that may serve it; with `pinned`, every token comes from exactly that version. A held-out group is graded and
+    reported but never journaled.
     """
 
     group: int

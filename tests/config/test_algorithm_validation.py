@@ -15,6 +15,7 @@ from outpace.errors import BadInput
 from support import names
 
 PPO = {"policy_loss.name": "ppo"}
+FILL = {"replay.fraction": 0.5, "replay.mode": "fill"}
 ONE = {"rollout.group_size": 1}
 
 
@@ -158,6 +159,10 @@ def test_settings_that_need_the_whole_batch_disable_streaming(values: dict[str, 
         ({"difficulty.rest_epochs": 2}, "difficulty.rest_epochs", "difficulty.easy_above difficulty.hard_below"),
         ({"replay.max_age": 4}, "replay.max_age", "replay.fraction 0"),
         ({"replay.times": 4}, "replay.times", "replay.fraction 0"),
+        ({"replay.mode": "fill"}, "replay.mode", "replay.fraction 0"),
+        ({"reroll.after_steps": 4}, "reroll.after_steps", "reroll.max_times 0"),
+        ({"reroll.solved_above": 0.5}, "reroll.solved_above", "reroll.max_times 0"),
+        ({"reroll.max_waiting": 4}, "reroll.max_waiting", "reroll.max_times 0"),
         ({"governor.enabled": False, "governor.patience": 4}, "governor.patience", "governor.enabled false"),
         ({"run.deterministic": True, "governor.ess_min": 0.4}, "governor.ess_min", "governor.enabled false"),
         ({"rewards.overlong_penalty": 2}, "rewards.overlong_penalty", "rewards.overlong_buffer 0"),
@@ -234,6 +239,8 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
             'gdpo "loss"',
         ),
         ({"replay.fraction": 0.1, "pacing.groups_per_step": 8}, "replay.fraction", "0.1 8 0.125"),
+        ({**FILL, "filter.uniform": False}, "replay.mode", "filter.uniform"),
+        ({**FILL, "algorithm.minibatches": 33}, "algorithm.minibatches", "replay.mode 32 replay.fraction"),
     ],
 )
 def test_invalid_or_conflicting_algorithm_settings_are_refused(values: dict[str, Any], key: str, expected: str) -> None:
@@ -275,6 +282,9 @@ def test_a_veto_of_on_policy_sequences_is_refused() -> None:
         {"correction.masks": ["token", "veto"], "correction.token_low": 1.0, "correction.veto_below": 1.0},
         {"learner.stream": True},
         {"replay.fraction": 0.5, "run.deterministic": True},
+        {**FILL, "run.deterministic": True, "algorithm.minibatches": 32},
+        {"replay.fraction": 0.5, "algorithm.minibatches": 33},
+        {"reroll.max_times": 2, "run.deterministic": True},
         {"algorithm.minibatches": 64},
         {"kl.coefficient": 0.1, "kl.estimator": "unbiased"},
         {"governor.enabled": False, "run.deterministic": True},

@@ -57,8 +57,12 @@ SAMPLE: dict[str, Any] = {
     "critic.shared": True,
     "filter.tolerance": 0.1,
     "difficulty.rest_epochs": 3,
+    "replay.mode": "fill",
     "replay.max_age": 3,
     "replay.times": 2,
+    "reroll.after_steps": 2,
+    "reroll.solved_above": 0.5,
+    "reroll.max_waiting": 10,
     "governor.ess_min": 0.25,
     "governor.kl_max": 0.5,
     "governor.patience": 2,
@@ -103,6 +107,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "filter.uniform": draw(st.sampled_from([None, False, True])),
         "difficulty.easy_above": draw(st.sampled_from([None, 0.9])),
         "replay.fraction": draw(st.sampled_from([0.0, 0.25])),
+        "reroll.max_times": draw(st.integers(0, 2)),
         "rewards.overlong_buffer": draw(st.sampled_from([0, 8])),
         "lora.rank": draw(st.sampled_from([0, 4])),
         "pacing.max_lag": draw(st.integers(2, 8)),  # below 2, governor.min_lag can only be 0
@@ -142,6 +147,7 @@ def test_a_key_is_filled_in_if_it_is_read_and_refused_if_it_is_not(values: dict[
     key = data.draw(st.sampled_from(sorted(SAMPLE)))
     changed = {**values, key: SAMPLE[key]}
     assume(key != "kl.place" or values["advantage.name"] != "gdpo")  # refused for another reason
+    assume(key != "replay.mode" or config.filter.uniform)  # the same
     assume(key != "advantage.gamma" or values["advantage.credit"] != "token")  # the same, with most advantages
     read = (
         read_by_functions(config) if key in PARAMETERS else set(FIELDS) - {unused for unused, _ in unused_keys(config)}

@@ -216,7 +216,9 @@ class TimedComponents:
             # A token may come from any version between min_version and the newest that any engine has.
             oldest = self._rng.randint(admit.min_version, max(admit.min_version, *self.served.values()))
             reward, reward_std = (None, 0.0) if outcome == "failed" else self._reward_rule(admit)
-            return GroupClosed(admit.group, outcome, self._rng.choice((admit.min_version, oldest)), reward, reward_std)
+            best = None if reward is None else reward + reward_std
+            oldest = self._rng.choice((admit.min_version, oldest))
+            return GroupClosed(admit.group, outcome, oldest, reward, reward_std, best)
 
         self._clock.after(self._pace("group", admit), lambda: self._send_event(close()))
 
@@ -323,7 +325,7 @@ class Simulation:
             self.clock, pace, outcome_rule, names, seed, reward_rule or random_rewards(0), fit
         )
         self.components.faults = faults
-        self.checker = InvariantChecker(scheduler, trained=scheduler.pool)
+        self.checker = InvariantChecker(scheduler, trained=scheduler.replay.groups)
         self._driver = SimulatedDriver(
             scheduler, self.clock, self.components, [self.checker, Recorder(self.trace, scheduler)]
         )

@@ -152,3 +152,75 @@ def test_a_batch_takes_exactly_as_many_groups_as_the_reservation_rule_allows(
         assert not any(fits(taken | {group}) for group in ready)
         running = len(groups) - len(taken) - len(ready)
         assert running or not ready, "the batch only ever waits for a running group"
+
+
+# ------------------------------------------------------------------------------------------- places of filtered groups
+
+
+def test_the_place_of_a_filtered_group_is_taken_by_deadline_like_a_finished_group() -> None:
+    batch = batcher(size=3)
+    batch.allow_filled(1)
+    admitted(batch, 1, 0, 0)
+    batch.finish(2)
+    batch.vacate(0)
+    batch.fill()
+    assert (batch.batch, batch.filled, batch.missing) == ([2], [0], 1)
+    assert (batch.finished, batch.outstanding, batch.last_group) == (1, 3, 2)
+
+
+def test_a_kept_place_does_not_crowd_out_a_due_group() -> None:
+    batch = batcher(size=1)
+    batch.allow_filled(1)
+    admitted(batch, 0, 1)
+    batch.vacate(1)
+    batch.fill()
+    assert (batch.filled, batch.undecided) == ([], True)
+    batch.finish(0)
+    batch.fill()
+    assert batch.batch == [0]
+
+
+def test_no_more_places_are_kept_than_the_batch_may_fill() -> None:
+    batch = batcher(size=4)
+    batch.allow_filled(2)
+    admitted(batch, 0, 0, 0, 0)
+    for group in (0, 1, 2):
+        batch.vacate(group)
+    batch.fill()
+    assert (batch.filled, batch.outstanding) == ([0, 1], 3)
+
+
+def test_places_that_the_next_batch_cannot_fill_are_given_up() -> None:
+    batch = batcher(size=2, chunk_groups=1)
+    batch.allow_filled(2)
+    admitted(batch, 0, 0, 2, 1)
+    for group in (0, 1):
+        batch.finish(group)
+    for group in (2, 3):
+        batch.vacate(group)
+    batch.fill()
+    batch.next_chunk(complete=True)
+    batch.close()
+    assert batch.outstanding == 2
+    batch.allow_filled(1)
+    batch.fill()
+    assert (batch.filled, batch.outstanding) == ([3], 1), "the one that is due first is kept"
+
+
+def test_in_order_a_place_is_filled_or_given_up_when_its_turn_comes() -> None:
+    batch = batcher(size=2, in_order=True)
+    admitted(batch, 1, 1, 1, 1)
+    for group in (1, 3):
+        batch.vacate(group)
+    batch.fill()
+    assert (batch.undecided, batch.outstanding) == (True, 4)
+    batch.finish(0)
+    batch.finish(2)
+    batch.fill()
+    assert batch.batch == [0, 2], "the first batch may not fill places: group 1 is replaced"
+    assert batch.undecided
+    batch.next_chunk(complete=True)
+    batch.close()
+    batch.allow_filled(1)
+    batch.fill()
+    assert (batch.filled, batch.undecided) == ([3], False)

@@ -4,11 +4,15 @@ import json
 import random
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.config.algorithm import DifficultyConfig
-from outpace.controller.curriculum import Curriculum, CurriculumState
+from outpace.config.algorithm import DifficultyConfig, RerollConfig
+from outpace.controller.curriculum import Curriculum, CurriculumState, RerollQueue, RerollState
+from outpace.controller.events import GroupClosed
+from outpace.tasks.order import REROLL
+from outpace.types import GroupOrder, Outcome
 
 SETTINGS = DifficultyConfig(easy_above=0.9, hard_below=0.1, rest_epochs=2)
 
@@ -141,3 +145,104 @@ def test_in_deterministic_mode_the_order_in_which_groups_close_does_not_change_w
         return seen
 
     assert decisions(random.Random(seed)) == decisions(random.Random(seed + 1))
+
+
+# ------------------------------------------------------------------------------------------------------------- re-rolls
+
+TWICE = RerollConfig(max_times=2, after_steps=3, solved_above=0.25, max_waiting=2)
+
+
+def queue(deterministic: bool = False, settings: RerollConfig | None = TWICE) -> RerollQueue:
+    return RerollQueue(settings, deterministic, RerollState())
+
+
+def end(
+    subject: RerollQueue, position: int, best: float | None, outcome: Outcome = "filtered", min_version: int = 0
+) -> None:
+    """Close the group of a visit, which has the visit's number, and finalize the visit."""
+    order = GroupOrder(position % REROLL, 0, 0, min_version, 2, position=position)
+    subject.group_closed(order, GroupClosed(order.group, outcome, best=best))
+    subject.visit_finalized(position)
+
+
+def due(subject: RerollQueue, min_version: int) -> list[int]:
+    """Return the re-rolls that start with this min_version."""
+    subject.catch_up(min_version)
+    return [subject.pop() for _ in range(subject.due)]
+
+
+@pytest.mark.parametrize("outcome", ["filtered", "finished"])
+def test_a_task_that_no_attempt_solved_is_visited_again_after_enough_versions(outcome: Outcome) -> None:
+    subject = queue()
+    end(subject, 4, best=0.25, outcome=outcome, min_version=5)
+    end(subject, 5, best=0.5, outcome=outcome, min_version=5)
+    assert subject.waiting == 1
+    assert [due(subject, version) for version in (5, 7, 8)] == [[], [], [4 + REROLL]]
+    assert subject.waiting == 0
+
+
+def test_a_failed_visit_counts_as_unsolved_and_a_visit_that_was_not_scored_does_not() -> None:
+    subject = queue()
+    end(subject, 1, best=None, outcome="failed")
+    end(subject, 2, best=None, outcome="filtered")
+    subject.visit_finalized(3)  # skipped or dropped: no group was closed
+    assert due(subject, 9) == [1 + REROLL]
+
+
+def test_a_visit_is_planned_again_only_when_it_is_finalized() -> None:
+    subject = queue()
+    subject.group_closed(GroupOrder(0, 0, 0, 0, 2), GroupClosed(0, "finished", best=0.0))
+    assert subject.waiting == 0
+    subject.visit_finalized(0)
+    assert subject.waiting == 1
+
+
+def test_a_visit_is_repeated_at_most_max_times() -> None:
+    subject = queue()
+    for position, planned in ((7, 1), (7 + REROLL, 1), (7 + 2 * REROLL, 0)):
+        end(subject, position, best=0.0)
+        assert len(due(subject, 9)) == planned
+
+
+def test_the_visits_that_have_waited_longest_are_dropped_and_counted_when_too_many_wait() -> None:
+    subject = queue()
+    for position in (2, 0, 1):
+        end(subject, position, best=0.0, min_version=position)
+    assert due(subject, 99) == [1 + REROLL, 2 + REROLL]
+    assert subject.dropped == 1
+
+
+def test_without_settings_no_visit_is_repeated_and_waiting_ones_are_forgotten() -> None:
+    subject = RerollQueue(None, False, RerollState([[0, 1 + REROLL]], dropped=3))
+    end(subject, 0, best=0.0)
+    assert due(subject, 99) == []
+    assert subject.state() == RerollState([], dropped=3)
+
+
+def test_waiting_rerolls_survive_a_round_trip_through_json() -> None:
+    subject = queue()
+    end(subject, 0, best=0.0)
+    subject.catch_up(1)
+    end(subject, 1, best=0.0)
+    built = json.loads(json.dumps(msgspec.to_builtins(subject.state())))
+    again = RerollQueue(TWICE, False, msgspec.convert(built, RerollState))
+    assert again.waiting == 2
+    assert due(again, 3) == due(subject, 3) == [REROLL, 1 + REROLL]
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_in_deterministic_mode_rerolls_depend_on_the_batch_of_their_group_and_not_on_completion_order(
+    order: list[int], early: int
+) -> None:
+    """The first batch ends with group 3; `early` says how many groups close before an admission with min_version 0."""
+    subject = queue(deterministic=True)
+    for position in order[:early]:
+        end(subject, position, best=0.0)
+    assert due(subject, 0) == []
+    for position in order[early:]:
+        end(subject, position, best=0.0)
+    subject.batch_trained(1, last_group=3)
+    assert due(subject, 4) == [2 + REROLL, 3 + REROLL], "of groups 0 to 3, two had to be dropped"
+    subject.batch_trained(5, last_group=5)
+    assert due(subject, 4) == []
+    assert due(subject, 5) == [4 + REROLL, 5 + REROLL]

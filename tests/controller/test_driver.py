@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from driver_support import SETTINGS, FakeEngine, Rig, until
-from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
 from outpace.controller import engine_registry, policy_versions
 from outpace.controller.events import GroupClosed
 from outpace.controller.failure_budget import LimitReached
@@ -253,6 +253,45 @@ async def test_replayed_groups_are_trained_from_the_journal_marked_and_counted_s
     assert {line["replay/lag_mean"] for line in metrics[1:]} == {7}
 
 
+async def test_groups_replayed_in_place_of_filtered_ones_keep_the_batch_size_and_are_counted(tmp_path: Path) -> None:
+    replay = ReplayConfig(fraction=0.5, mode="fill", max_age=2, times=1)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, replay=replay))
+    rig.worker.rewards = [0.0, 1.0]
+    rig.worker.behave = every_third_filtered
+    assert await rig.run() == "done"
+    rig.log.close()
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    steps = [line["groups"] for line in batches if line["groups"]]
+    assert [len(groups) for groups in steps] == [4] * 6
+    filled = [sum(group.get("replay", False) for group in groups) for groups in steps]
+    assert filled[0] == 0
+    assert 0 < max(filled) <= 2
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["replay/filled"] for line in metrics] == [line["replay/groups"] for line in metrics] == filled
+
+
+async def every_third_filtered(order: GroupOrder) -> GroupReport | None:
+    return GroupReport(order.group, f"t{order.task}", "filtered", rewards=[0.0]) if order.group % 3 == 2 else None
+
+
+async def test_rerolls_are_marked_in_the_records_and_counted(tmp_path: Path) -> None:
+    reroll = RerollConfig(max_times=1, after_steps=1)
+    rig = Rig(tmp_path / "run", replace(SETTINGS, max_lag=0, reroll=reroll))
+    rig.worker.rewards = [0.0]
+    rig.worker.behave = every_third_filtered
+    assert await rig.run() == "done"
+    rig.log.close()
+    batches = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "batches.jsonl")))
+    ends = [[*line["groups"], *line.get("settled", [])] for line in batches]
+    again = [sum(visit.get("reroll", 0) for visit in visits) for visits in ends]
+    assert again[0] == 0
+    assert again[1] >= 4, "all attempts of the first batch failed"
+    metrics = await asyncio.to_thread(lambda: list(read_lines(rig.log.dir / "metrics.jsonl")))
+    assert [line["reroll/visits"] for line in metrics] == again[: len(metrics)]
+    assert metrics[0]["reroll/waiting"] >= 4
+    assert {line["reroll/dropped"] for line in metrics} == {0}
+
+
 @pytest.mark.parametrize(
     ("max_age", "released"), [(1, ["w-00000.journal", "w-00001.journal"]), (3, ["w-00000.journal"]), (6, [])]
 )
@@ -292,19 +331,19 @@ async def test_skipped_visits_are_counted_in_metrics_and_summary(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "rewards", "reward", "reward_std"),
+    ("outcome", "rewards", "reward", "reward_std", "best"),
     [
-        ("finished", [0.0, 1.0], 0.5, 0.5),
-        ("filtered", [1.0, 1.0], 1.0, 0.0),
-        ("failed", [1.0], None, 0.0),
-        ("filtered", [], None, 0.0),
+        ("finished", [0.0, 1.0], 0.5, 0.5, 1.0),
+        ("filtered", [1.0, 1.0], 1.0, 0.0, 1.0),
+        ("failed", [1.0], None, 0.0, None),
+        ("filtered", [], None, 0.0, None),
     ],
 )
-def test_the_group_closed_event_carries_reward_mean_and_std_unless_the_group_failed(
-    outcome: Outcome, rewards: list[float], reward: float | None, reward_std: float
+def test_the_group_closed_event_carries_mean_std_and_maximum_of_the_rewards_unless_the_group_failed(
+    outcome: Outcome, rewards: list[float], reward: float | None, reward_std: float, best: float | None
 ) -> None:
     event = group_closed_event(GroupReport(3, "t", outcome, rewards=rewards, oldest=2))
-    assert event == GroupClosed(3, outcome, oldest=2, reward=reward, reward_std=reward_std)
+    assert event == GroupClosed(3, outcome, oldest=2, reward=reward, reward_std=reward_std, best=best)
 
 
 async def test_failing_groups_end_the_run_when_the_failure_budget_is_spent(rig: Rig) -> None:

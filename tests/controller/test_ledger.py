@@ -7,10 +7,15 @@ import msgspec
 import pytest
 
 from outpace.checkpoint import commit
+from outpace.config.algorithm import RerollConfig
 from outpace.controller import ledger as module
+from outpace.controller.curriculum import RerollQueue
+from outpace.controller.events import GroupClosed
 from outpace.controller.ledger import Ledger, LedgerState, counts_by_epoch, ledger_report
 from outpace.errors import BadInput
+from outpace.tasks.order import REROLL
 from outpace.tasks.stream import ENDLESS
+from outpace.types import GroupOrder
 from support import naming
 
 
@@ -183,6 +188,13 @@ def test_the_report_counts_every_epoch_and_finds_no_fault_in_a_correct_run(tmp_p
             {"epoch": 0, "planned": 0, "running": 0, "trained": 1, "filtered": 1, **counts},
             {"epoch": 1, "planned": 1, "running": 1, "trained": 0, "filtered": 0, **counts},
         ],
+        "rerolls": dict.fromkeys(
+            (
+                *("planned", "running", "finished", "trained", "filtered", "failed", "dropped", "skipped"),
+                "never_started",
+            ),
+            0,
+        ),
         "twice": [],
         "never": [],
     }
@@ -243,3 +255,95 @@ def test_the_report_ignores_records_after_the_checkpoint(tmp_path: Path) -> None
     ]
     report = ledger_report(write_run(tmp_path, 2, ledger, lines))
     assert (report["twice"], report["never"]) == (["epoch 0: task 1"], ["epoch 0: task 4"])
+
+
+# ------------------------------------------------------------------------------------------------------------- re-rolls
+
+
+def with_rerolls(tasks: int = 3, epochs: int | None = 2, streamed: bool = False) -> Ledger:
+    return Ledger(tasks, epochs, LedgerState(), streamed=streamed, rerolls=once(LedgerState()))
+
+
+def once(state: LedgerState) -> RerollQueue:
+    return RerollQueue(RerollConfig(max_times=1, after_steps=1), False, state.rerolls)
+
+
+def leave_unsolved(ledger: Ledger, position: int) -> None:
+    """Let all attempts of a running visit fail; its re-roll may start at once."""
+    ledger.rerolls.group_closed(GroupOrder(position, 0, 0, 0, 1, position=position), GroupClosed(position, "failed"))
+    ledger.finalize(position, "failed")
+    ledger.rerolls.catch_up(1)
+
+
+def test_a_reroll_is_issued_before_new_visits_and_belongs_to_no_epoch() -> None:
+    ledger = with_rerolls()
+    issue(ledger, 1)
+    leave_unsolved(ledger, 0)
+    assert ledger.left == 6
+    assert ledger.issue() == (REROLL, False)
+    assert issue(ledger, 2) == [1, 2]
+    ledger.finalize(1, "filtered")
+    assert ledger.finalize(2, "filtered"), "the epoch ends without its re-roll"
+    assert not ledger.finalize(REROLL, "filtered")
+    assert ledger.finalized == 4
+    assert ledger.counts()["filtered"] == 3
+
+
+def test_no_reroll_is_issued_after_the_last_new_visit() -> None:
+    ledger = with_rerolls(tasks=2, epochs=1)
+    issue(ledger, 2)
+    leave_unsolved(ledger, 0)
+    assert (ledger.left, ledger.exhausted, ledger.rerolls.due) == (0, True, 1)
+
+
+def test_rerolls_are_issued_while_a_stream_has_no_new_task() -> None:
+    ledger = with_rerolls(ENDLESS, None, streamed=True)
+    ledger.extend(1, ended=False)
+    issue(ledger, 1)
+    leave_unsolved(ledger, 0)
+    assert ledger.left == 1
+    assert issue(ledger, 1) == [REROLL]
+    assert (ledger.left, ledger.exhausted) == (0, False)
+    ledger.extend(1, ended=True)
+    assert ledger.exhausted
+
+
+def test_an_open_reroll_is_repeated_or_recovered_after_a_restore_and_a_waiting_one_still_waits() -> None:
+    ledger = with_rerolls(tasks=5)
+    issue(ledger, 3)
+    for position in (0, 1, 2):
+        leave_unsolved(ledger, position)
+    assert issue(ledger, 2) == [REROLL, REROLL + 1]
+    state = msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(ledger.state()))), LedgerState)
+    restored = Ledger(5, 2, state, finished={REROLL + 1}, rerolls=once(state))
+    assert (restored.cursor, restored.rerolls.waiting, restored.new_epochs) == (3, 1, [])
+    restored.rerolls.catch_up(1)
+    assert issue(restored, 3) == [REROLL, REROLL + 2, 3]
+    restored.finalize(REROLL + 1, "trained")
+    assert restored.counts() == ledger.counts() | {"trained": 1}
+
+
+def test_the_report_shows_rerolls_and_names_one_that_was_finalized_twice(tmp_path: Path) -> None:
+    ledger = with_rerolls(tasks=3, epochs=1)
+    issue(ledger, 2)
+    leave_unsolved(ledger, 0)
+    leave_unsolved(ledger, 1)
+    issue(ledger, 1)
+    ledger.finalize(REROLL, "filtered")
+    ends = [entry(0), entry(1), entry(0, reroll=1)]
+    lines = [{"step": 1, "groups": [], "settled": ends, "accounted": 3}]
+    report = ledger_report(write_run(tmp_path, 1, ledger, lines))
+    assert (report["twice"], report["never"]) == ([], [])
+    assert {name: count for name, count in report["rerolls"].items() if count} == {"planned": 1, "filtered": 1}
+    assert report["epochs"][0]["failed"] == 2
+    lines[0]["settled"] = [*ends, entry(0, reroll=1)]
+    assert ledger_report(write_run(tmp_path / "twice", 1, ledger, lines))["twice"] == ["epoch 0: task 0, re-roll 1"]
+
+
+@pytest.mark.parametrize("tasks", [2, ENDLESS])
+def test_an_open_reroll_is_not_counted_in_an_epoch(tasks: int) -> None:
+    ledger = with_rerolls(tasks=tasks, epochs=None)
+    issue(ledger, 1)
+    leave_unsolved(ledger, 0)
+    issue(ledger, 1)
+    assert counts_by_epoch(tasks, ledger.state())[0]["running"] == 0

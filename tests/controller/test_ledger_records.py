@@ -29,10 +29,11 @@ def test_in_deterministic_mode_groups_admitted_after_the_last_group_of_a_step_ar
     records = OutcomeRecords(deterministic=True, finalized=0)
     assert records.finalize(filtered(9), next_group=10) == []
     assert records.finalize(filtered(2), next_group=10) == []
+    assert records.finalize(filtered(6), next_group=10) == []
     assert records.finalize(Finalize(5, 0, "skipped"), next_group=4) == []
-    step = records.step(1, last_group=6, finalized=7)
-    assert step == [filtered(2), Finalize(5, 0, "skipped"), WriteRecord(1, 6, trained=True)]
-    assert records.between(1, finalized=7) == [filtered(9), WriteRecord(1, 7, trained=False)]
+    step = records.step(1, last_group=6, finalized=8)  # a replayed group has the place of group 6
+    assert step == [filtered(2), Finalize(5, 0, "skipped"), filtered(6), WriteRecord(1, 7, trained=True)]
+    assert records.between(1, finalized=8) == [filtered(9), WriteRecord(1, 8, trained=False)]
 
 
 @given(st.permutations(range(12)))

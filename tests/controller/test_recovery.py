@@ -15,7 +15,7 @@ from outpace.controller.events import Admit, BatchTrained, ChunkTrained, EngineL
 from outpace.controller.ledger import LedgerState
 from outpace.controller.recovery import RecoveredWork, SchedulerState, choose_recovered, recorded
 from outpace.controller.scheduler import Scheduler
-from outpace.tasks.order import TaskOrder
+from outpace.tasks.order import REROLL, TaskOrder
 from outpace.types import FinishedGroup, GroupOrder, GroupReport, Version
 
 OPEN = SchedulerState(10, 0, True, version=3, ledger=LedgerState(cursor=8, queued=[4, 5]))
@@ -78,6 +78,19 @@ def test_pooled_groups_are_found_by_number_even_though_their_visit_has_ended() -
     )
     assert groups(found.pooled) == [1]
     assert found.finished == ()
+
+
+def test_a_reroll_is_kept_only_if_it_was_open_at_the_checkpoint() -> None:
+    state = msgspec.structs.replace(OPEN, ledger=LedgerState(cursor=8, running=[REROLL + 2]))
+    found = [journaled(0, REROLL + 2), journaled(1, REROLL + 3)]
+    for epochs in (None, 9):
+        assert groups(choose_recovered(found, state, replace(SETTINGS, epochs=epochs)).finished) == [0]
+    assert recorded({REROLL + 2: 3, REROLL + 3: 3}, [], state, SETTINGS) == {REROLL + 2: 3}
+
+
+def test_a_pooled_group_may_be_a_reroll() -> None:
+    state = msgspec.structs.replace(OPEN, replay={1: ReplayEntry(0.5, 2, 1)})
+    assert groups(choose_recovered([journaled(1, REROLL + 2)], state, SETTINGS).pooled) == [1]
 
 
 def test_recorded_completions_count_only_for_visits_that_are_still_open() -> None:

@@ -1,4 +1,4 @@
-"""Governor, curriculum and replay pool within a run, as short scripts of events."""
+"""Governor, curriculum, replay pool and re-rolls within a run, as short scripts of events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from controller.scripted import SMALL, Script, groups, started
 from controller.simulated import PLAIN, Simulation, Trace, make_scheduler, resume, steady
-from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.controller.events import (
@@ -33,10 +33,12 @@ from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recovery import decode_state
 from outpace.controller.scheduler import Scheduler
 from outpace.run.session import scheduler_settings
+from outpace.tasks.order import REROLL
 
 GOVERNOR = GovernorConfig(ess_min=0.5, kl_max=0.1, patience=2, min_lag=0)
 EASY = DifficultyConfig(easy_above=1.0, hard_below=None, rest_epochs=1)
 REPLAY = ReplayConfig(fraction=0.5, max_age=2, times=1)
+REROLLS = RerollConfig(max_times=1, after_steps=1)
 
 
 def run(settings: SchedulerSettings, bad: range = range(0)) -> Trace:
@@ -61,20 +63,22 @@ def train(script: Script, *trained: int, ess: float = 1.0, reward_std: float = 0
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
-def test_governor_curriculum_and_replay_are_off_unless_the_config_sets_them() -> None:
+def test_governor_curriculum_replay_and_rerolls_are_off_unless_the_config_sets_them() -> None:
     def settings(**sections: object) -> SchedulerSettings:
         return scheduler_settings(resolve(make_config(sections)), tasks=10, evaluates=False)
 
     plain = settings(run={"deterministic": True})
-    assert (plain.governor, plain.difficulty, plain.replay) == (None, None, None)
+    assert (plain.governor, plain.difficulty, plain.replay, plain.reroll) == (None, None, None, None)
     chosen = settings(
         governor={"enabled": True, "ess_min": 0.25, "kl_max": 0.5, "patience": 3, "min_lag": 1},
         difficulty={"hard_below": 0.125, "rest_epochs": 2},
         replay={"fraction": 0.75, "max_age": 3, "times": 2},
+        reroll={"max_times": 1, "after_steps": 4},
     )
     assert chosen.governor == GovernorConfig(enabled=True, ess_min=0.25, kl_max=0.5, patience=3, min_lag=1)
     assert chosen.difficulty == DifficultyConfig(easy_above=None, hard_below=0.125, rest_epochs=2)
     assert chosen.replay == ReplayConfig(fraction=0.75, max_age=3, times=2)
+    assert chosen.reroll == RerollConfig(max_times=1, after_steps=4)
 
 
 # ------------------------------------------------------------------------------------------------------------- governor
@@ -151,13 +155,14 @@ def test_the_governed_lag_survives_a_resume() -> None:
     assert resume(replace(settings, governor=None), trace.checkpoints[0]).max_lag == 3
 
 
-def test_a_checkpoint_without_governor_and_curriculum_state_can_be_resumed() -> None:
-    settings = replace(PLAIN, governor=GOVERNOR, difficulty=EASY, replay=REPLAY)
+def test_a_checkpoint_without_governor_curriculum_and_reroll_state_can_be_resumed() -> None:
+    settings = replace(PLAIN, governor=GOVERNOR, difficulty=EASY, replay=REPLAY, reroll=REROLLS)
     state = dict(run(replace(PLAIN, steps=2)).checkpoints[-1].state)
     del state["governor"], state["difficulty"]
     ledger = json.loads(json.dumps(state["ledger"]))
     for tally in (*ledger["epochs"], ledger["earlier"]):
         del tally["skipped"]
+    del ledger["rerolls"], ledger["rerolled"]
     scheduler = Scheduler(settings, make_scheduler(settings).order, decode_state({**state, "ledger": ledger}))
     assert scheduler.max_lag == settings.max_lag
     assert Simulation(scheduler, steady()).run().finish == "done"
@@ -241,3 +246,57 @@ def test_the_replay_pool_survives_a_resume() -> None:
     assert first.batches[1].replayed
     again = Simulation(resume(settings, first.checkpoints[0]), steady(), reward_rule=lambda _: (0.5, 0.5)).run()
     assert again.batches[0].replayed == first.batches[1].replayed != ()
+
+
+def test_a_replayed_group_takes_the_place_of_a_filtered_one_and_further_ones_are_replaced_by_tasks() -> None:
+    script = started(replace(SMALL, replay=REPLAY.model_copy(update={"mode": "fill"})))
+    script.send(GroupClosed(0, "filtered"))
+    assert groups(script.of(Admit)) == [4], "nothing can be replayed yet"
+    train(script, 1, 2, reward_std=0.5)
+    script.send(Published(1), EngineLoaded("e0", 1))
+    assert groups(script.of(Admit)) == [5, 6]
+    script.send(GroupClosed(3, "filtered"))
+    assert not script.of(Admit)
+    script.send(GroupClosed(5, "filtered"))
+    assert groups(script.of(Admit)) == [7], "half a batch of two is one group"
+    script.send(GroupClosed(4, "finished", 0, reward_std=0.25))
+    assert script.of(TrainChunk) == [TrainChunk(1, (4,))]
+    assert script.send(ChunkTrained(1)) == [TrainChunk(1, (2,), replayed=True)]
+    assert script.send(ChunkTrained(1)) == [CloseBatch(1, (4,), (2,))]
+    script.send(BatchTrained(2))
+    assert script.scheduler.counts["trained"] == script.scheduler.counts["filtered"] == 3
+
+
+def test_a_run_whose_last_groups_are_all_filtered_ends_although_replayed_groups_could_take_their_places() -> None:
+    settings = replace(SMALL, tasks=4, epochs=1, steps=None, replay=REPLAY.model_copy(update={"mode": "fill"}))
+    script = started(settings)
+    train(script, 0, 1, reward_std=0.5)
+    script.send(Published(1), EngineLoaded("e0", 1))
+    script.close(2, 3, outcome="filtered")
+    assert script.of(Finish) == [Finish("done")]
+
+
+# ------------------------------------------------------------------------------------------------------------- re-rolls
+
+
+def test_an_unsolved_task_is_admitted_again_first_with_a_draw_of_its_own() -> None:
+    script = started(replace(SMALL, max_lag=0, reroll=REROLLS))
+    script.send(GroupClosed(0, "filtered", best=0.0))
+    train(script, 1, 2)
+    assert script.scheduler.rerolls.waiting == 1
+    script.send(Published(1), EngineLoaded("e0", 1))
+    again, new = script.of(Admit)
+    assert (again.position, again.draw, again.task) == (REROLL, REROLL, script.scheduler.order.task(0)[1])
+    assert new.position == 3
+    script.send(GroupClosed(again.group, "filtered", best=0.0))
+    assert script.of(Finalize) == [Finalize(again.task, 0, "filtered", again.group, reroll=1)]
+    assert script.scheduler.rerolls.waiting == 0, "it is visited once more, not twice"
+
+
+def test_rerolls_survive_a_resume() -> None:
+    settings = replace(PLAIN, steps=4, checkpoint_every=1, max_lag=0, reroll=REROLLS)
+    reward_rule = lambda admit: (float(admit.task > 2), 0.0)  # noqa: E731
+    whole = Simulation(make_scheduler(settings), steady(), reward_rule=reward_rule).run()
+    again = Simulation(resume(settings, whole.checkpoints[0]), steady(), reward_rule=reward_rule).run()
+    assert sum(admit.position >= REROLL for admit in again.admitted.values()) == 3
+    assert again.assignments == [item for item in whole.assignments if item[0] >= 1]

@@ -23,7 +23,7 @@ from controller.simulated import (
     resume,
     steady,
 )
-from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
 from outpace.controller.events import (
     Admit,
     Checkpoint,
@@ -41,6 +41,7 @@ from outpace.controller.events import (
 from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recovery import decode_state
 from outpace.simulator.driver import Deadlock
+from outpace.tasks.order import REROLL, reroll_number
 from support import examples
 
 seeds = st.integers(0, 2**31)
@@ -54,7 +55,14 @@ difficulties = st.builds(
     rest_epochs=st.sampled_from([1, 2, 10**9]),
 )
 replays = st.builds(
-    ReplayConfig, fraction=st.sampled_from([0.1, 0.5, 0.9]), max_age=st.integers(1, 4), times=st.integers(1, 3)
+    ReplayConfig,
+    fraction=st.sampled_from([0.1, 0.5, 0.9]),
+    mode=st.sampled_from(["add", "fill"]),
+    max_age=st.integers(1, 4),
+    times=st.integers(1, 3),
+)
+rerolls = st.builds(
+    RerollConfig, max_times=st.integers(1, 2), after_steps=st.integers(1, 4), max_waiting=st.sampled_from([1, 3, 100])
 )
 
 
@@ -83,6 +91,7 @@ def any_settings(draw: st.DrawFn, /, **fixed: object) -> SchedulerSettings:
         "governor": draw(st.none() | governors),
         "difficulty": draw(st.none() | difficulties),
         "replay": draw(st.none() | replays),
+        "reroll": draw(st.none() | rerolls),
     }
     merged = {**drawn, **fixed}
     if merged["deterministic"]:
@@ -137,14 +146,16 @@ def test_a_run_ends_with_every_group_accounted_for_once_and_full_batches(
     finished = sorted(group for group in trace.admitted if trace.outcomes[group] == "finished")
     assert sorted(trained(trace)) == finished
     assert [batch.version for batch in trace.batches] == list(range(len(trace.batches)))
-    sizes = [len(batch.groups) for batch in trace.batches]
+    fills = settings.replay is not None and settings.replay.mode == "fill"
+    assert all(batch.groups for batch in trace.batches)
+    sizes = [len(batch.groups) + (len(batch.replayed) if fills else 0) for batch in trace.batches]
     assert all(size == settings.groups_per_step for size in sizes[:-1])
     if settings.epochs is None:
         assert sizes == [settings.groups_per_step] * (settings.steps or 0)
     else:
-        visits = len(trace.admitted) + len(trace.skipped)
+        visits = len(trace.admitted) + len(trace.skipped) - len(rerolled(trace))
         assert len(sizes) == settings.steps or visits == settings.epochs * settings.tasks
-        assert all(0 < size <= settings.groups_per_step for size in sizes)
+        assert all(size <= settings.groups_per_step for size in sizes)
 
 
 @given(any_settings(), seeds)
@@ -166,6 +177,9 @@ def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_on
     settings: SchedulerSettings, replay: ReplayConfig, seed: int
 ) -> None:
     trace = simulate(replace(settings, replay=replay), seed)
+    if replay.mode == "fill":
+        filtered = Counter(trace.outcomes.values())["filtered"]
+        assert sum(len(batch.replayed) for batch in trace.batches) <= filtered
     first = {group: batch.version for batch in trace.batches for group in batch.groups}
     again = Counter(group for batch in trace.batches for group in batch.replayed)
     assert all(times <= replay.times for times in again.values())
@@ -180,7 +194,7 @@ def test_groups_are_replayed_within_their_limits_of_count_and_age_and_retired_on
         assert old <= set(retired), "groups that are too old to be replayed do not stay in the journal"
 
 
-@given(any_settings(steps=None, epochs=4), difficulties, seeds)
+@given(any_settings(steps=None, epochs=4, reroll=None), difficulties, seeds)
 @examples(100)
 def test_visits_are_skipped_only_after_an_extreme_reward_and_at_most_one_epoch_of_them_in_a_row(
     settings: SchedulerSettings, difficulty: DifficultyConfig, seed: int
@@ -218,6 +232,67 @@ def is_extreme(reward: float, difficulty: DifficultyConfig) -> bool:
     return (easy is not None and reward >= easy) or (hard is not None and reward <= hard)
 
 
+def rerolled(trace: Trace) -> set[tuple[int, int, int]]:
+    """Return epoch, task and number of the re-rolls that were started or skipped."""
+    visits = [(admit.epoch, admit.task, reroll_number(admit.position)) for admit in trace.admitted.values()]
+    visits += [(skip.epoch, skip.task, skip.reroll) for skip in trace.skipped]
+    return {visit for visit in visits if visit[2]}
+
+
+def unsolved(trace: Trace, admit: Admit, reroll: RerollConfig, seed: int) -> bool:
+    """Return whether a re-roll of this visit is planned when it ends."""
+    if reroll_number(admit.position) == reroll.max_times:
+        return False
+    return trace.outcomes[admit.group] == "failed" or sum(random_rewards(seed)(admit)) <= reroll.solved_above
+
+
+@given(any_settings(), rerolls, seeds)
+@examples(100)
+def test_unsolved_tasks_are_visited_again_later_within_the_limit_and_no_reroll_is_lost(
+    settings: SchedulerSettings, reroll: RerollConfig, seed: int
+) -> None:
+    trace = simulate(replace(settings, reroll=reroll), seed)
+    by_position = {admit.position: admit for admit in trace.admitted.values()}
+    assert len(by_position) == len(trace.admitted), "no visit happens twice"
+    for position, admit in by_position.items():
+        if reroll_number(position):
+            before = by_position[position - REROLL]
+            assert unsolved(trace, before, reroll, seed)
+            assert (admit.task, admit.epoch) == (before.task, before.epoch)
+            assert admit.min_version >= before.min_version + reroll.after_steps
+    ledger = decode_state(trace.checkpoints[-1].state).ledger
+    planned = sum(unsolved(trace, admit, reroll, seed) for admit in by_position.values())
+    assert planned == len(rerolled(trace)) + len(ledger.rerolls.waiting) + ledger.rerolls.dropped
+    assert ledger.rerolled.finalized == len(rerolled(trace))
+
+
+@given(any_settings(), rerolls, st.integers(1, 150), seeds)
+@examples(100)
+def test_a_run_stopped_anywhere_and_resumed_loses_no_reroll_and_doubles_none(
+    settings: SchedulerSettings, reroll: RerollConfig, action_count: int, seed: int
+) -> None:
+    settings = replace(settings, reroll=reroll)
+    outcome_rule, reward_rule = random_outcomes(seed, 0.25, 0.1), random_rewards(seed)
+    stopped = Simulation(make_scheduler(settings), erratic(seed), outcome_rule, seed=seed, reward_rule=reward_rule)
+    stopped.run(until=lambda trace: len(trace.actions) >= action_count)
+    stopped.send_event(StopRequested())
+    first = stopped.run()
+    checkpoint = first.checkpoints[-1] if first.checkpoints else None
+    scheduler = resume(settings, checkpoint) if checkpoint else make_scheduler(settings)
+    rest = Simulation(scheduler, erratic(seed + 1), outcome_rule, seed=seed, reward_rule=reward_rule).run()
+    planned: dict[int, bool] = {}  # by the position of each visit: the last time that it ran
+    if checkpoint:
+        state = decode_state(checkpoint.state)
+        for admit in first.admitted.values():
+            if admit.group < state.next_group and admit.position not in state.ledger.open:
+                planned[admit.position] = unsolved(first, admit, reroll, seed)
+    assert not planned.keys() & {admit.position for admit in rest.admitted.values()}, "an ended visit is not repeated"
+    planned |= {admit.position: unsolved(rest, admit, reroll, seed) for admit in rest.admitted.values()}
+    ledger = decode_state((rest.checkpoints or first.checkpoints)[-1].state).ledger
+    assert sum(planned.values()) == ledger.rerolled.finalized + len(ledger.rerolls.waiting) + ledger.rerolls.dropped
+    assert sum(scheduler.counts[outcome] for outcome in ("trained", "filtered", "failed")) == len(planned)
+
+
 @given(any_settings(max_lag=0, publish_every=1), seeds)
 @examples(50)
 def test_with_zero_lag_every_batch_consists_of_groups_admitted_at_its_own_version(
@@ -228,7 +303,7 @@ def test_with_zero_lag_every_batch_consists_of_groups_admitted_at_its_own_versio
         assert {trace.admitted[group].min_version for group in batch.groups} == {batch.version}
 
 
-@given(any_settings(steps=None, epochs=2, difficulty=None), seeds)
+@given(any_settings(steps=None, epochs=2, difficulty=None, reroll=None), seeds)
 @examples(50)
 def test_slow_tasks_are_trained_as_often_as_fast_ones(settings: SchedulerSettings, seed: int) -> None:
     rng = random.Random(seed)
@@ -263,7 +338,8 @@ def test_under_every_straggler_policy_the_run_ends_and_all_groups_are_accounted_
     if on_stale != "train":
         assert all(lag <= settings.max_lag for _, lag in trace.lags)
     if settings.epochs and settings.steps is None:
-        assert finalized + scheduler.counts["skipped"] == settings.epochs * settings.tasks
+        first = finalized + scheduler.counts["skipped"] - len(rerolled(trace))
+        assert first == settings.epochs * settings.tasks
 
 
 @given(any_settings(deterministic=True), seeds, seeds)
@@ -296,7 +372,7 @@ def test_in_deterministic_mode_a_killed_and_resumed_run_trains_what_an_uninterru
         assert rest.assignments == [item for item in uninterrupted.assignments if item[0] >= checkpoint.version]
 
 
-@given(any_settings(steps=None, epochs=3), st.integers(1, 4), seeds)
+@given(any_settings(steps=None, epochs=3, reroll=None), st.integers(1, 4), seeds)
 @examples(100)
 def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
     settings: SchedulerSettings, every: int, seed: int
@@ -316,7 +392,7 @@ def test_a_resume_from_any_checkpoint_visits_every_task_once_per_epoch(
         assert min(rest.admitted, default=10**9) > max(groups_before(first, checkpoint), default=-1)
 
 
-@given(any_settings(steps=None, epochs=3), st.integers(1, 150), seeds)
+@given(any_settings(steps=None, epochs=3, reroll=None), st.integers(1, 150), seeds)
 @examples(100)
 def test_a_run_stopped_anywhere_and_resumed_visits_every_task_once_per_epoch(
     settings: SchedulerSettings, action_count: int, seed: int
@@ -375,7 +451,7 @@ def test_visits_counted_as_finalized_by_a_checkpoint_are_recorded_before_it(
                 announced += len(groups)
             case Checkpoint():
                 ledger = decode_state(action.state).ledger
-                counted = [*ledger.epochs, ledger.earlier]
+                counted = [*ledger.epochs, ledger.earlier, ledger.rerolled]
                 assert sum(tally.finalized for tally in counted) == recorded
             case _:
                 pass
@@ -433,7 +509,7 @@ def test_engines_only_load_newer_versions(settings: SchedulerSettings, seed: int
         served[load.engine] = load.version
 
 
-@given(any_settings(steps=None, epochs=3, replay=None), seeds)
+@given(any_settings(steps=None, epochs=3, replay=None, reroll=None), seeds)
 @examples(200)
 def test_engines_that_die_hang_in_a_load_and_rejoin_lose_no_visit_and_keep_the_lag_bound(
     settings: SchedulerSettings, seed: int

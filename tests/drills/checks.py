@@ -32,6 +32,8 @@ TIMING_METRICS = (
     "sync/",  # loads and publications that ended in this step
     "eval/",  # an evaluation that ended in this step; its result is compared in evals.jsonl
     "queue/",  # work in progress when the step ended
+    "reroll/waiting",  # the same
+    "reroll/dropped",
     "fleet/",
     "faults/",  # such as restarted processes
     "turns/",  # completions that were reused after a death

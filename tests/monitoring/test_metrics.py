@@ -161,12 +161,13 @@ def test_the_lag_of_replayed_groups_is_reported_separately() -> None:
     meter = Meter()
     records.record_chunk(meter, ChunkReport(4, 1, 0.0, lag_counts={1: 4}))
     records.record_chunk(meter, ChunkReport(4, 1, 0.0, replay_lag_counts={5: 1, 9: 3}))
-    records.record_scheduling(meter, max_lag=2, resting=6, replayed=3)
+    records.record_scheduling(meter, max_lag=2, resting=6, replayed=3, filled=1)
     metrics = meter.flush()
     assert (metrics["lag/mean"], metrics["lag/max"]) == (1, 1)
     assert metrics["replay/lag_mean"] == 8
     assert metrics["throughput/trained_tokens"] == 8
-    assert (metrics["governor/max_lag"], metrics["difficulty/resting"], metrics["replay/groups"]) == (2, 6, 3)
+    assert (metrics["governor/max_lag"], metrics["difficulty/resting"]) == (2, 6)
+    assert (metrics["replay/groups"], metrics["replay/filled"]) == (3, 1)
 
 
 def test_step_publish_load_engine_and_queue_reports_use_the_documented_names() -> None:

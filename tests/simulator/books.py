@@ -47,7 +47,7 @@ class VisitLedger(SimulationObserver):
         self._max_lag = scheduler.settings.max_lag
         self.ends = deepcopy(self._saved)
         self.losses.clear()
-        pooled = set(scheduler.pool)
+        pooled = set(scheduler.replay.groups)
         finished = set(cluster.groups) - pooled
         return [self, InvariantChecker(scheduler, finished, pooled), SlotChecker(cluster)]
 

@@ -18,6 +18,12 @@ def broken(prompts, completions, **columns):
     raise RuntimeError("no reward today")
 
 
+def odd_only(prompts, completions, **columns):
+    """No attempt at a task with an even number is ever solved."""
+    odd = [int(prompt.rstrip().split()[-1]) % 2 for prompt in prompts]
+    return [number * (0.1 + share) for number, share in zip(odd, vowels(prompts, completions))]
+
+
 def always(prompts, completions, **columns):
     return [1.0] * len(completions)
 '''

@@ -30,6 +30,7 @@ COMBINATIONS: dict[str, Settings] = {
     },
     "shared critic": {"advantage.name": "gae", "critic.shared": True, "advantage.gae_lambda": 0.95},
     "replay": {"replay.fraction": 0.5, "replay.times": 2},
+    "rerolls": {"reroll.max_times": 2, "reroll.after_steps": 1, "reroll.solved_above": 0.2},
     "difficulty": {"difficulty.easy_above": 0.9, "difficulty.hard_below": 0.01},
     "shaping and filters": {"rewards.overlong_buffer": 4, "filter.truncated": "mask", "filter.longer_than": 6},
 }
@@ -69,3 +70,22 @@ def test_every_combination_is_reproduced_exactly_across_a_checkpoint(
     assert losses(tmp_path / "parts") == expected[:2]
     train(settings, tmp_path / "parts", more, resume=True)
     assert losses(tmp_path / "parts") == expected
+
+
+def test_replayed_groups_take_the_places_of_uniform_ones_and_a_resumed_run_repeats_it_exactly(
+    settings: Settings, rewards: Path, tmp_path: Path
+) -> None:
+    more = {"rewards.functions": [f"{rewards}:odd_only"], "filter.uniform": True, "pacing.max_lag": 1}
+    more |= {"replay.fraction": 0.5, "replay.mode": "fill", "run.steps": 4, "checkpoint.every": 2}
+    train(settings, tmp_path / "whole", more)
+    batches = read_lines(tmp_path / "whole" / "batches.jsonl")
+    steps = [line["groups"] for line in batches if line["groups"]]
+    assert [len(groups) for groups in steps] == [4] * 4
+    filled = [sum(group.get("replay", False) for group in groups) for groups in steps]
+    assert filled[0] == 0
+    assert set(filled[1:]) <= {1, 2}, "half of the tasks are never solved"
+    assert [line["replay/filled"] for line in read_lines(tmp_path / "whole" / "metrics.jsonl")] == filled
+    train(settings, tmp_path / "parts", {**more, "run.steps": 2})
+    train(settings, tmp_path / "parts", more, resume=True)
+    assert read_lines(tmp_path / "parts" / "batches.jsonl") == batches
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.tasks.order import TaskOrder
+from outpace.tasks.order import REROLL, TaskOrder, first_visit, reroll_number
 
 
 def epoch_of(order: TaskOrder, epoch: int) -> list[int]:
@@ -26,6 +26,13 @@ def test_without_shuffling_tasks_keep_their_order() -> None:
     assert [TaskOrder(3, 7, shuffle=False).task(position) for position in range(5)] == [
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1)
     ]  # fmt: skip
+
+
+@given(st.integers(1, 30), st.integers(0, 1000), st.integers(0, 9))
+def test_a_reroll_has_the_epoch_and_task_of_the_visit_it_repeats(count: int, position: int, number: int) -> None:
+    order, again = TaskOrder(count, 3, shuffle=True), REROLL * number + position
+    assert order.task(again) == order.task(position)
+    assert (reroll_number(again), first_visit(again)) == (number, position)
 
 
 def test_the_order_depends_only_on_seed_and_epoch() -> None:

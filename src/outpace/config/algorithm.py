@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from math import floor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -204,12 +205,39 @@ class ReplayConfig(Section):
     """
 
     fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Replayed groups added to each batch, as a fraction of pacing.groups_per_step. Replayed groups may exceed
+    """Maximum replayed groups of each batch, as a fraction of pacing.groups_per_step. Replayed groups may exceed
     pacing.max_lag."""
+    mode: Annotated[Literal["add", "fill"], OpenedBy("fraction")] = "add"
+    """`add`: replayed groups are added to the pacing.groups_per_step groups of each batch. `fill`: they take the places
+    of filtered groups, which would otherwise go to the next tasks; the batch size stays the same."""
     max_age: Annotated[int, OpenedBy("fraction")] = Field(default=8, ge=1)
     """Maximum age of a replayed group, in versions since it was first trained on."""
     times: Annotated[int, OpenedBy("fraction")] = Field(default=1, ge=1)
     """Maximum replays of one group."""
+
+    def groups_of(self, batch: int) -> int:
+        """Return how many groups a batch of this size may replay."""
+        # Rounded, so that 0.29 * 100 = 28.999999999999996 does not lose a group.
+        return min(floor(round(self.fraction * batch, 6)), batch - 1 if self.mode == "fill" else batch)
+
+
+class RerollConfig(Section):
+    """Later visits of tasks that no attempt solved.
+
+    A re-roll is a prompt visit of its own. Checkpoints keep the tasks that wait for one. A run does not wait for them:
+    after the last new task, no re-roll starts.
+    """
+
+    max_times: int = Field(default=0, ge=0, le=1000)
+    """Maximum re-rolls of one visit whose attempts all failed or got a reward of at most `solved_above`; 0 disables
+    re-rolls."""
+    after_steps: Annotated[int, OpenedBy("max_times")] = Field(default=8, ge=1)
+    """Minimum number of versions between the policy that a visit starts with and the one that its re-roll starts
+    with."""
+    solved_above: Annotated[float, OpenedBy("max_times")] = 0.0
+    """A task counts as solved if the reward of at least one attempt is above this."""
+    max_waiting: Annotated[int, OpenedBy("max_times")] = Field(default=4096, ge=1)
+    """Maximum tasks that wait for a re-roll; beyond it, those that have waited longest are dropped."""
 
 
 class GovernorConfig(Section):

@@ -135,6 +135,13 @@ def _check_minibatches(config: Config) -> Iterator[str]:
     minibatches, groups = config.algorithm.minibatches, config.pacing.groups_per_step
     if minibatches > groups:
         yield f"algorithm.minibatches: a batch has only {plural(groups, 'group')} to split; use at most {groups}"
+        return
+    new = groups - config.replay.groups_of(groups)
+    if config.replay.mode == "fill" and minibatches > new:
+        yield (
+            f"algorithm.minibatches: with replay.mode = fill, a batch may have only {plural(new, 'new group')}, and "
+            f"every update needs one; use at most {new}, or lower replay.fraction"
+        )
 
 
 def _check_overlong_buffer(config: Config) -> Iterator[str]:
@@ -169,10 +176,12 @@ def _check_governor(config: Config) -> Iterator[str]:
 
 def _check_replay(config: Config) -> Iterator[str]:
     fraction, size = config.replay.fraction, config.pacing.groups_per_step
-    if fraction > 0 and round(fraction * size, 6) < 1:
+    if fraction > 0 and config.replay.groups_of(size) < 1:
         yield f"replay.fraction: {fraction:g} of {plural(size, 'group')} is less than one; use at least {1 / size:.3g}"
     elif fraction > 0 and config.rollout.group_size == 1:
         yield "replay.fraction: replay ranks by reward_std: set rollout.group_size to 2 or more, or leave this out"
+    elif config.replay.mode == "fill" and not config.filter.uniform:
+        yield "replay.mode: fill replaces filtered groups, and filter.uniform is off; turn it on, or leave this out"
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (

@@ -24,6 +24,7 @@ from outpace.config.algorithm import (
     KlConfig,
     PolicyLossConfig,
     ReplayConfig,
+    RerollConfig,
 )
 from outpace.config.base import OpenedBy, Section
 from outpace.config.engines import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
@@ -415,6 +416,7 @@ class Config(Section):
     filter: FilterConfig = FilterConfig()
     difficulty: DifficultyConfig = DifficultyConfig()
     replay: ReplayConfig = ReplayConfig()
+    reroll: RerollConfig = RerollConfig()
     learner: LearnerConfig = LearnerConfig()
     lora: LoraConfig = LoraConfig()
     engine: EngineConfig = EngineConfig()

@@ -1,14 +1,23 @@
 """Batch formation: which finished groups make up the open batch, and which past groups are replayed in it.
 
-Batcher invariants (v = open batch, B = batch size, k = groups already in the open batch)
+Batcher invariants (v = open batch, B = batch size, k = places already taken in the open batch)
 - For every d >= v, the outstanding groups outside the batch with deadline <= d, running ones included, number at most
   (d - v) * B + (B - k), so they fit into the batches up to d. A finished group is taken only if this still holds
   afterwards. Due groups therefore come first, waiting for a running one if necessary, and no early group crowds out a
   due one.
+- With replay.mode = "fill", the place of a filtered group may be kept for a replayed one. Until it is trained or given
+  up, it counts as outstanding, with the deadline of the filtered group, and is taken into a batch like a finished
+  group. So nothing above changes, and a batch has B places, of which replayed groups take at most `fillable`, always
+  fewer than B.
 - Finished groups are taken by earliest deadline, ties by admission. When nothing is running, the first in this order
   can always be taken, so the batch only ever waits for a running group.
 - With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size, so completion order
   has no effect. In this mode, and only in this mode, deadlines must not decrease in admission order.
+
+- With `in_order`, whether a place is filled or given up is decided when its turn comes, because `fillable` belongs to
+  the batch that takes it. Until then engines must not load weights, so that the task that replaces a given-up place has
+  the same min_version however fast the learner is. Without `in_order`, a place that the open batch could not fill is
+  given up at once.
 
 Otherwise deadlines may decrease from one group to the next (the governor lowers the allowed lag). The first invariant
 still holds: a group with deadline D is admitted only while all outstanding groups, whatever their deadlines, number
@@ -18,7 +27,8 @@ also leaves the count, and for earlier d the condition is checked explicitly.
 
 Replay invariants
 - Batch v replays at most floor(fraction * B) groups, each first trained in one of the batches v - max_age to v - 1, and
-  each at most `times` times in total. It replays fewer if the pool is smaller.
+  each at most `times` times in total. It replays fewer if the pool is smaller. Mode `add`: it has B groups besides;
+  mode `fill`: it has B groups with them, and replays no more than places of filtered groups were kept.
 - Groups with the largest reward standard deviation go first, ties by newest. Groups with zero deviation carry no
   signal and never enter the pool. The choice depends only on what was trained.
 - A replayed group is not a prompt visit: the ledger does not change, and its lag may exceed max_lag by design.
@@ -33,9 +43,8 @@ the current weights each time a group is trained and are never stored.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from heapq import heappop, heappush
-from math import floor
+from collections.abc import Iterable, Mapping
+from heapq import heapify, heappop, heappush
 
 import msgspec
 
@@ -53,6 +62,9 @@ class Batcher:
         self.in_order = in_order
         self.version = version
         self.batch: list[int] = []
+        self.filled: list[int] = []  # filtered groups whose places in the batch replayed groups take
+        self._fillable = 0  # number of such places that the batch may have
+        self._vacant: set[int] = set()  # filtered groups outside the batch whose places are kept; also in `_ready`
         self._sent = 0  # groups of the batch sent to the learner
         self._deadlines: dict[int, Version] = {}  # of outstanding groups outside the batch, in admission order
         self._due: Counter[Version] = Counter()  # number of those groups by deadline
@@ -66,16 +78,27 @@ class Batcher:
     @property
     def finished(self) -> int:
         """Number of finished groups that are not yet trained, those of the open batch included."""
-        return len(self._ready) + len(self.batch)
+        return len(self._ready) - len(self._vacant) + len(self.batch)
 
     @property
     def outstanding(self) -> int:
-        return self.running + self.finished
+        """Number of groups that are running or finished, and of places kept for replayed groups."""
+        return self.running + len(self._ready) + len(self.batch) + len(self.filled)
 
     @property
     def missing(self) -> int:
         """Number of groups the open batch still needs."""
-        return self.size - len(self.batch)
+        return self.size - len(self.batch) - len(self.filled)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether places of filtered groups wait for their turn."""
+        return bool(self._vacant)
+
+    @property
+    def last_group(self) -> int:
+        """The last group in admission order that has a place in the open batch."""
+        return max([*self.batch, *self.filled])
 
     # ------------------------------------------------------------------------------------------------------ groups
 
@@ -100,6 +123,25 @@ class Batcher:
         del self._running[group]
         self._forget(group)
 
+    def vacate(self, group: int) -> None:
+        """Remove a running group that was filtered, and keep its place for a replayed one if that is possible."""
+        if self.in_order or len(self._vacant) + len(self.filled) < self._fillable:
+            self._vacant.add(group)
+            self.finish(group)
+        else:
+            self.discard(group)
+
+    def allow_filled(self, count: int) -> None:
+        """Set how many places of the open batch replayed groups may take, and give up those kept beyond that."""
+        assert not self.batch, "the batch has just been opened"
+        self._fillable = count
+        if self.in_order:
+            return
+        for group in sorted(self._vacant, key=lambda group: (self._deadlines[group], group))[count:]:
+            self._vacant.remove(group)
+            self._ready.remove((self._forget(group), group))
+        heapify(self._ready)
+
     def extend(self, group: int) -> None:
         """Move the deadline of a running group one version later."""
         assert group in self._running
@@ -121,12 +163,17 @@ class Batcher:
     # ------------------------------------------------------------------------------------------------ the open batch
 
     def fill(self) -> None:
-        """Take every finished group that may be taken."""
+        """Take every finished group and every kept place that may be taken."""
         while self.missing and self._ready and self._may_take_first():
             _, group = heappop(self._ready)
             deadline = self._forget(group)
             assert deadline >= self.version, f"group {group} was due in batch {deadline}, not {self.version}"
-            self.batch.append(group)
+            if group not in self._vacant:
+                self.batch.append(group)
+                continue
+            self._vacant.remove(group)
+            if len(self.filled) < self._fillable:
+                self.filled.append(group)
 
     def _may_take_first(self) -> bool:
         deadline, group = self._ready[0]
@@ -183,7 +230,7 @@ class Batcher:
     def close(self) -> list[int]:
         """Return the groups that the step trained, and open the next batch."""
         assert self._sent == len(self.batch)
-        trained, self.batch, self._sent = self.batch, [], 0
+        trained, self.batch, self.filled, self._sent = self.batch, [], [], 0
         self.version += 1
         return trained
 
@@ -203,10 +250,24 @@ class ReplayPool:
         self, settings: ReplayConfig | None, groups_per_step: int, pool: Mapping[int, ReplayEntry] | None = None
     ) -> None:
         self._settings = settings
-        # Rounded, so that 0.29 * 100 = 28.999999999999996 does not lose a group.
-        self._count = 0 if settings is None else floor(round(settings.fraction * groups_per_step, 6))
+        self._count = 0 if settings is None else settings.groups_of(groups_per_step)
         kept = pool if pool is not None and self._count > 0 else {}
         self._pool = {group: msgspec.structs.replace(pooled) for group, pooled in kept.items()}
+        self._spreads: dict[int, float] = {}  # of groups that are finished and not yet trained
+        self.chosen: tuple[int, ...] | None = None
+        """Groups that the open batch replays; None: not chosen yet."""
+        self.fills = settings is not None and settings.mode == "fill" and self._count > 0
+        """Whether replayed groups take the places of filtered ones."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Groups that may be replayed."""
+        return tuple(self._pool)
+
+    @property
+    def fillable(self) -> int:
+        """Number of filtered groups whose places the open batch can fill."""
+        return min(self._count, len(self._pool)) if self.fills else 0
 
     def state(self) -> dict[int, ReplayEntry]:
         return {group: msgspec.structs.replace(pooled) for group, pooled in self._pool.items()}
@@ -216,14 +277,22 @@ class ReplayPool:
         """Whether trained groups are kept for replay."""
         return self._count > 0
 
-    def choose(self) -> tuple[int, ...]:
-        """Return the groups that the open batch replays, highest reward standard deviation first."""
+    def choose(self, filled: int = 0) -> tuple[int, ...]:
+        """Choose the groups that the open batch replays, highest reward standard deviation first. `filled`: number of
+        places of filtered groups."""
         ranked = sorted(self._pool, key=lambda group: (-self._pool[group].spread, -group))
-        return tuple(ranked[: self._count])
+        self.chosen = tuple(ranked[: filled if self.fills else self._count])
+        return self.chosen
 
-    def batch_trained(self, batch: Version, deviations: dict[int, float], replayed: tuple[int, ...]) -> tuple[int, ...]:
-        """Update the pool after `batch`; `deviations` are the reward standard deviations of its own groups. Return
-        the groups no longer needed."""
+    def group_finished(self, group: int, spread: float) -> None:
+        """Record the standard deviation of the rewards of a group that will be trained."""
+        self._spreads[group] = spread
+
+    def batch_trained(self, batch: Version, trained: Iterable[int]) -> tuple[int, ...]:
+        """Update the pool after `batch`, which trained its own groups and the chosen ones. Return the groups no longer
+        needed."""
+        spreads = {group: self._spreads.pop(group) for group in trained}
+        replayed, self.chosen = self.chosen or (), None
         if self._settings is None or not self.replay_enabled:
             return ()
         for group in replayed:
@@ -232,7 +301,7 @@ class ReplayPool:
         gone = [group for group, pooled in self._pool.items() if not pooled.left or pooled.trained < oldest]
         for group in gone:
             del self._pool[group]
-        for group, spread in deviations.items():
+        for group, spread in spreads.items():
             if spread > 0:
                 self._pool[group] = ReplayEntry(spread, batch, self._settings.times)
             else:

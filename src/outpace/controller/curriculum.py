@@ -1,7 +1,7 @@
-"""Curriculum: skip tasks for a while that the policy always or never solves.
+"""Curriculum: which tasks to skip for a while, and which to visit once more, by what their attempts got.
 
-A group whose mean reward is at least `easy_above` or at most `hard_below` puts its task to rest: the visits of the next
-`rest_epochs` epochs are skipped. Failed groups say nothing about their task.
+Skips. A group whose mean reward is at least `easy_above` or at most `hard_below` puts its task to rest: the visits of
+the next `rest_epochs` epochs are skipped. Failed groups say nothing about their task.
 
 Invariants
 - A visit of epoch e is skipped only if a visit of one of the epochs e - rest_epochs to e - 1 was too easy or too hard.
@@ -10,23 +10,71 @@ Invariants
 - At most `tasks` visits in a row are skipped. After that, a whole epoch produced nothing: all rests end and the next
   visit runs.
 - Only resting tasks are remembered: a task is forgotten at the visit it returns with.
-- In deterministic mode, an admission with min_version s sees the results of the groups up to the last one of batch
-  s - 1, and no others. That batch is trained before any engine serves s, and batches are filled in admission order, so
-  all those groups have closed and which they are depends on outcomes only. Completion order has no effect; results
-  that arrive earlier wait. (The learner's own version would not do: within one min_version, a step may complete
-  before or after an admission.)
 
 Rests are merged by their latest end, so the order in which they arrive does not matter.
+
+Re-rolls. A visit none of whose attempts solved its task is repeated later, as a visit of its own (`tasks/order.py`).
+
+Invariants
+- The re-roll is planned when the visit is finalized. So in every checkpoint, either the visit is open or its re-roll is
+  planned, open or finalized: none is lost and none happens twice.
+- A visit is repeated at most `max_times` times, and only if it was trained, filtered or failed.
+- A re-roll has a min_version at least `after_steps` above that of the visit it repeats.
+- At most `max_waiting` re-rolls wait at an admission; those with the earliest min_version are dropped first.
+
+In deterministic mode, an admission with min_version s sees the results of the groups up to the last one of batch s - 1,
+and no others (`ResultsInOrder`). That batch is trained before any engine serves s, and batches are filled in admission
+order, so all those groups have closed and which they are depends on outcomes only. Completion order has no effect;
+results that arrive earlier wait. (The learner's own version would not do: within one min_version, a step may complete
+before or after an admission.)
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
 from collections import deque
+from operator import itemgetter
+from typing import Generic, TypeVar
 
 import msgspec
 
-from outpace.config.algorithm import DifficultyConfig
-from outpace.types import Version
+from outpace.config.algorithm import DifficultyConfig, RerollConfig
+from outpace.controller.events import GroupClosed
+from outpace.tasks.order import REROLL, reroll_number
+from outpace.types import GroupOrder, Version
+
+T = TypeVar("T")
+
+
+class ResultsInOrder(Generic[T]):
+    """Results of closed groups, until an admission may see them."""
+
+    def __init__(self, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self._pending: list[tuple[int, T]] = []  # with the number of the group
+        self._trained: deque[tuple[Version, int]] = deque()  # deterministic: (version, its last group)
+
+    @property
+    def pending(self) -> list[T]:
+        return [result for _, result in self._pending]
+
+    def add(self, group: int, result: T) -> None:
+        self._pending.append((group, result))
+
+    def batch_trained(self, version: Version, last_group: int) -> None:
+        """Record that the batch that made `version` is trained; `last_group` was its last in admission order."""
+        if self._deterministic:
+            self._trained.append((version, last_group))
+
+    def take(self, min_version: Version) -> list[T]:
+        """Return the results, not yet taken, that groups admitted with this `min_version` may see."""
+        last_group = -1
+        while self._trained and self._trained[0][0] <= min_version:
+            _, last_group = self._trained.popleft()
+        taken = [result for group, result in self._pending if group <= last_group or not self._deterministic]
+        if taken:
+            self._pending = [each for each in self._pending if each[0] > last_group and self._deterministic]
+        return taken
 
 
 class CurriculumState(msgspec.Struct, frozen=True):
@@ -49,15 +97,14 @@ class Curriculum:
         self._deterministic = deterministic
         self._returns: dict[int, int] = {}  # task -> epoch of its return
         self._skipped = 0  # visits in a row
-        self._pending: list[tuple[int, int, int]] = []  # deterministic: (group, task, epoch of return), not yet applied
-        self._trained: deque[tuple[Version, int]] = deque()  # deterministic: (version, its last group)
+        self._results: ResultsInOrder[tuple[int, int]] = ResultsInOrder(deterministic)  # (task, epoch of return)
         if settings is not None:
             self._returns = {task_epoch[0]: task_epoch[1] for task_epoch in state.resting}
             self._skipped = state.skipped
 
     def state(self) -> CurriculumState:
         returns = dict(self._returns)
-        for _, task, epoch in self._pending:
+        for task, epoch in self._results.pending:
             returns[task] = max(epoch, returns.get(task, 0))
         return CurriculumState([[task, epoch] for task, epoch in sorted(returns.items())], self._skipped)
 
@@ -70,11 +117,9 @@ class Curriculum:
         """Record the mean reward of a closed group of this task and epoch; None if the group failed."""
         if self._settings is None or reward is None or not self._is_extreme(reward, self._settings):
             return
-        returns = epoch + 1 + self._settings.rest_epochs
-        if self._deterministic:
-            self._pending.append((group, task, returns))
-        else:
-            self._rest(task, returns)
+        self._results.add(group, (task, epoch + 1 + self._settings.rest_epochs))
+        if not self._deterministic:
+            self.catch_up(0)
 
     @staticmethod
     def _is_extreme(reward: float, settings: DifficultyConfig) -> bool:
@@ -82,24 +127,14 @@ class Curriculum:
         hard = settings.hard_below is not None and reward <= settings.hard_below
         return easy or hard
 
-    def _rest(self, task: int, returns: int) -> None:
-        self._returns[task] = max(returns, self._returns.get(task, 0))
-
     def batch_trained(self, version: Version, last_group: int) -> None:
         """Record that the batch that made `version` is trained; `last_group` was its last in admission order."""
-        if self._deterministic and self._settings is not None:
-            self._trained.append((version, last_group))
+        self._results.batch_trained(version, last_group)
 
     def catch_up(self, min_version: Version) -> None:
         """Apply the results that groups admitted with this `min_version` may see."""
-        last_group = -1
-        while self._trained and self._trained[0][0] <= min_version:
-            _, last_group = self._trained.popleft()
-        visible = [result for result in self._pending if result[0] <= last_group]
-        if visible:
-            self._pending = [result for result in self._pending if result[0] > last_group]
-        for _, task, returns in visible:
-            self._rest(task, returns)
+        for task, returns in self._results.take(min_version):
+            self._returns[task] = max(returns, self._returns.get(task, 0))
 
     def should_skip(self, task: int, epoch: int) -> bool:
         """Return whether to skip this visit, the next in order. Call exactly once per visit: it counts skips."""
@@ -120,3 +155,70 @@ class Curriculum:
         if epoch >= returns:
             del self._returns[task]
         return returns - rest_epochs <= epoch < returns
+
+
+class RerollState(msgspec.Struct, frozen=True):
+    """Checkpointed re-rolls that wait, and the number of those that were dropped."""
+
+    waiting: list[list[int]] = []  # [smallest min_version, position], in order; lists, as JSON has them
+    dropped: int = 0
+
+
+class RerollQueue:
+    """Plans repeated visits and says which may start. Without settings it plans none."""
+
+    def __init__(self, settings: RerollConfig | None, deterministic: bool, state: RerollState) -> None:
+        self._settings = settings
+        self._unsolved: dict[int, tuple[int, Version]] = {}  # position of an open visit -> its group and min_version
+        self._results: ResultsInOrder[tuple[Version, int]] = ResultsInOrder(deterministic)
+        self._waiting: list[tuple[Version, int]] = []  # (smallest min_version, position), in order
+        self._min_version: Version = 0  # of groups admitted now
+        self.dropped = state.dropped
+        if settings is not None:
+            self._waiting = [(entry[0], entry[1]) for entry in state.waiting]
+
+    def state(self) -> RerollState:
+        return RerollState([list(entry) for entry in sorted(self._waiting + self._results.pending)], self.dropped)
+
+    @property
+    def waiting(self) -> int:
+        """Number of re-rolls that are planned and not issued."""
+        return len(self._waiting) + len(self._results.pending)
+
+    @property
+    def due(self) -> int:
+        """Number of re-rolls that may start now."""
+        return bisect_right(self._waiting, self._min_version, key=itemgetter(0))
+
+    def group_closed(self, order: GroupOrder, event: GroupClosed) -> None:
+        """Record the result of a visit that is still open."""
+        if self._settings is None or reroll_number(order.position) >= self._settings.max_times:
+            return
+        if event.outcome == "failed" or (event.best is not None and event.best <= self._settings.solved_above):
+            self._unsolved[order.position] = order.group, order.min_version
+
+    def visit_finalized(self, position: int) -> None:
+        """Plan the re-roll of a visit if its task was not solved."""
+        unsolved = self._unsolved.pop(position, None)
+        if unsolved is not None and self._settings is not None:
+            group, min_version = unsolved
+            self._results.add(group, (min_version + self._settings.after_steps, position + REROLL))
+
+    def batch_trained(self, version: Version, last_group: int) -> None:
+        self._results.batch_trained(version, last_group)
+
+    def catch_up(self, min_version: Version) -> None:
+        """Prepare for admissions with this `min_version`: queue the re-rolls that they may see."""
+        if self._settings is None:
+            return
+        self._min_version = min_version
+        for entry in self._results.take(min_version):
+            insort(self._waiting, entry)
+        excess = max(0, len(self._waiting) - self._settings.max_waiting)
+        del self._waiting[:excess]
+        self.dropped += excess
+
+    def pop(self) -> int:
+        """Return the position of the next re-roll. There must be one that is due."""
+        assert self.due
+        return self._waiting.pop(0)[1]

@@ -29,6 +29,7 @@ class GroupClosed:
     oldest: Version = 0
     reward: float | None = None  # mean over its attempts; None: it failed or no attempt was scored
     reward_std: float = 0.0  # standard deviation of the rewards over its attempts
+    best: float | None = None  # highest reward of an attempt; None as for `reward`
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,7 @@ class Finalize:
     epoch: int
     outcome: str
     group: int | None = None
+    reroll: int = 0  # n: the n-th repeat of the visit
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class GroupTracker:
         report = self._untrained.pop(finalize.group, None) if finalize.group is not None else None
         task_id, reason = (report.task_id, report.reason) if report else ("", "")
         group = -1 if finalize.group is None else finalize.group
-        visit = UntrainedVisit(finalize.task, finalize.epoch, finalize.outcome, reason, task_id, group)
+        visit = UntrainedVisit(finalize.task, finalize.epoch, finalize.outcome, reason, task_id, group, finalize.reroll)
         self._finalized.append((visit, report))
 
     def take_finalized(self) -> list[FinalizedVisit]:

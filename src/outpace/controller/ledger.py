@@ -5,6 +5,10 @@ planned -> running -> finished -> trained, or leaves early as filtered, failed, 
 finalized exactly once. A visit to be repeated (`requeue`, or a resumed run) is planned again, before any new one. A
 visit whose finished group was recovered by a resume starts as finished.
 
+A re-roll (`RerollQueue`) is a visit too, with a position of its own. When one is due it is issued before any new visit,
+and after the last new visit none is issued. It belongs to no epoch: re-rolls have one set of counts for the whole run,
+and an epoch ends without waiting for them.
+
 Memory is bounded: new positions are issued in order, so a position below the cursor that is not open is finalized and
 only counts remain of it. Epochs that ended long ago share one set of counts.
 
@@ -25,9 +29,11 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from outpace.checkpoint import commit
+from outpace.controller.curriculum import RerollQueue, RerollState
 from outpace.controller.events import Action, Finalize, WriteRecord
 from outpace.errors import BadInput
 from outpace.monitoring.line_file import read_lines
+from outpace.tasks.order import REROLL
 from outpace.tasks.stream import ENDLESS
 from outpace.types import Version
 
@@ -71,6 +77,8 @@ class LedgerState(msgspec.Struct, frozen=True):
     )  # sum over ended epochs not in `epochs`
     requeued: int = 0  # visits cancelled and planned again
     extended: int = 0  # deadlines extended
+    rerolls: RerollState = RerollState()  # planned
+    rerolled: EpochCounts = msgspec.field(default_factory=lambda: EpochCounts(epoch=-1))  # finalized
 
     @property
     def open(self) -> set[int]:
@@ -88,13 +96,16 @@ class Ledger:
         state: LedgerState,
         finished: Collection[int] = frozenset(),
         streamed: bool = False,
+        rerolls: RerollQueue | None = None,
     ) -> None:
         """`finished`: open visits whose groups were recovered, including those issued after `state` was taken.
         `streamed`: tasks arrive with `extend`."""
+        self.rerolls = rerolls or RerollQueue(None, False, state.rerolls)
         self.tasks = tasks
         self.limit = 0 if streamed else None if epochs is None else tasks * epochs
         self._arriving = streamed
-        self.cursor = max([state.cursor, *(position + 1 for position in finished)])
+        issued = [position for position in finished if position < REROLL]
+        self.cursor = max([state.cursor, *(position + 1 for position in issued)])
         self.requeued = state.requeued
         self.extended = state.extended
         opened = state.open | set(range(state.cursor, self.cursor))
@@ -103,10 +114,11 @@ class Ledger:
         self._open: dict[int, Literal["running", "finished"]] = dict.fromkeys(sorted(finished), "finished")
         self._earlier = msgspec.structs.replace(state.earlier)
         self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
-        self.new_epochs = sorted({position // tasks for position in finished} - self._epochs.keys())
+        self.new_epochs = sorted({position // tasks for position in issued} - self._epochs.keys())
         """Epochs that start with recovered visits."""
         self._epochs |= {epoch: EpochCounts(epoch) for epoch in self.new_epochs}
-        self._finalized = self._earlier.finalized + sum(tally.finalized for tally in self._epochs.values())
+        self._rerolled = msgspec.structs.replace(state.rerolled)
+        self._finalized = sum(tally.finalized for tally in self._tallies)
 
     def state(self) -> LedgerState:
         return LedgerState(
@@ -118,7 +130,13 @@ class Ledger:
             earlier=msgspec.structs.replace(self._earlier),
             requeued=self.requeued,
             extended=self.extended,
+            rerolls=self.rerolls.state(),
+            rerolled=msgspec.structs.replace(self._rerolled),
         )
+
+    @property
+    def _tallies(self) -> list[EpochCounts]:
+        return [self._earlier, *self._epochs.values(), self._rerolled]
 
     @property
     def finalized(self) -> int:
@@ -130,7 +148,8 @@ class Ledger:
         """Number of visits that can still be issued; None: no limit."""
         if self.limit is None:
             return None
-        return max(0, self.limit - self.cursor) + len(self._queue)
+        left = max(0, self.limit - self.cursor) + len(self._queue)
+        return left + self.rerolls.due if left or self._arriving else 0
 
     @property
     def exhausted(self) -> bool:
@@ -148,13 +167,15 @@ class Ledger:
         assert self.left != 0, "no task left to issue"
         if self._queue:
             position = self._queue.popleft()
+        elif self.rerolls.due:
+            position = self.rerolls.pop()
         else:
             position = self.cursor
             self.cursor += 1
         assert position not in self._open, f"position {position} is already open"
         self._open[position] = "running"
         epoch = position // self.tasks
-        if begins := epoch not in self._epochs:
+        if begins := position < REROLL and epoch not in self._epochs:
             self._epochs[epoch] = EpochCounts(epoch)
         return position, begins
 
@@ -173,9 +194,13 @@ class Ledger:
         before = self._open.pop(position, None)
         expected = "finished" if outcome == "trained" else "running"
         assert before == expected, f"position {position} cannot be {outcome}: it is {before or 'not open'}"
+        self.rerolls.visit_finalized(position)
+        self._finalized += 1
+        if position >= REROLL:
+            self._rerolled.add(outcome)
+            return False
         tally = self._epochs[position // self.tasks]
         tally.add(outcome)
-        self._finalized += 1
         assert tally.finalized <= self.tasks
         if ended := tally.finalized == self.tasks:
             self._merge_old_epochs()
@@ -191,8 +216,8 @@ class Ledger:
 
     def counts(self) -> dict[str, int]:
         """Return totals over the whole run: visits by final outcome, visits requeued, deadlines extended."""
-        total = msgspec.structs.replace(self._earlier)
-        for tally in self._epochs.values():
+        total = EpochCounts(epoch=-1)
+        for tally in self._tallies:
             for outcome, count in tally.as_counts().items():
                 total.add(outcome, count)
         return {**total.as_counts(), "requeued": self.requeued, "extended": self.extended}
@@ -203,8 +228,10 @@ def counts_by_epoch(tasks: int, state: LedgerState) -> list[dict[str, int]]:
     `tasks`."""
     rows: list[dict[str, int]] = []
     for tally in state.epochs:
-        running = sum(position // tasks == tally.epoch for position in state.running)
-        finished = sum(position // tasks == tally.epoch for position in state.finished)
+        running, finished = (
+            sum(position // tasks == tally.epoch and position < REROLL for position in positions)
+            for positions in (state.running, state.finished)
+        )
         planned = tasks - tally.finalized - running - finished
         row = {"epoch": tally.epoch, "planned": planned, "running": running, "finished": finished}
         rows.append({**row, **tally.as_counts()})
@@ -216,8 +243,8 @@ class OutcomeRecords:
     between steps.
 
     Every finalized visit is recorded once, and the records up to a checkpoint contain exactly what its ledger has
-    finalized. In deterministic mode a step records the visits admitted before its last group. All of them have
-    closed by then, so completion order has no effect; later visits wait for their own step."""
+    finalized. In deterministic mode a step records the visits admitted up to its last group. All of them have closed by
+    then, so completion order has no effect; later visits wait for their own step."""
 
     def __init__(self, deterministic: bool, finalized: int) -> None:
         """`finalized` visits are already on record."""
@@ -241,7 +268,7 @@ class OutcomeRecords:
 
     def step(self, version: Version, last_group: int, finalized: int) -> list[Action]:
         """Return the record of the step that made `version`; `finalized` is the total number of finalized visits."""
-        ready = [finalize for rank, finalize in self._waiting if rank < last_group]
+        ready = [finalize for rank, finalize in self._waiting if rank <= last_group]
         del self._waiting[: len(ready)]
         self._recorded = finalized - len(self._waiting)
         return [*ready, WriteRecord(version, self._recorded, trained=True)]
@@ -270,8 +297,8 @@ class _StoredLedger(msgspec.Struct):
 def ledger_report(run: Path) -> dict[str, Any]:
     """Return what became of every task as of the run's newest complete checkpoint (`outpace ledger`).
 
-    Per epoch: the number of visits planned, running, finished and finalized by outcome. From batches.jsonl: visits
-    finalized twice, and visits of complete epochs that were never finalized."""
+    Per epoch, and for all re-rolls: the number of visits planned, running, finished and finalized by outcome. From
+    batches.jsonl: visits finalized twice, and visits of complete epochs that were never finalized."""
     checkpoint = commit.newest_complete(run / "checkpoints")
     if checkpoint is None:
         raise BadInput(f"ledger: {run} has no complete checkpoint yet")
@@ -285,25 +312,34 @@ def ledger_report(run: Path) -> dict[str, Any]:
         "version": state.version,
         "tasks": state.tasks,
         "epochs": epochs,
+        "rerolls": _count_rerolls(state.ledger),
         "twice": [_describe_visit(visit) for visit, times in sorted(ends.items()) if times > 1],
         "never": [
-            _describe_visit((row["epoch"], task))
+            _describe_visit((row["epoch"], task, 0))
             for row in epochs
             if not row["planned"] + row["running"] + row["finished"]
             for task in range(state.tasks)
-            if (row["epoch"], task) not in ends
+            if (row["epoch"], task, 0) not in ends
         ],
     }
 
 
-def _describe_visit(visit: tuple[int, int]) -> str:
-    return f"epoch {visit[0]}: task {visit[1]}"
+def _count_rerolls(state: LedgerState) -> dict[str, int]:
+    positions = {"planned": state.queued, "running": state.running, "finished": state.finished}
+    counts = {name: sum(position >= REROLL for position in found) for name, found in positions.items()}
+    counts["planned"] += len(state.rerolls.waiting)
+    return {**counts, **state.rerolled.as_counts(), "never_started": state.rerolls.dropped}
 
 
-def _count_finalized(batches: Path, version: int, accounted: int) -> Counter[tuple[int, int]]:
-    """Count how often each visit (epoch, task) was finalized, up to a checkpoint."""
+def _describe_visit(visit: tuple[int, int, int]) -> str:
+    epoch, task, reroll = visit
+    return f"epoch {epoch}: task {task}" + (f", re-roll {reroll}" if reroll else "")
+
+
+def _count_finalized(batches: Path, version: int, accounted: int) -> Counter[tuple[int, int, int]]:
+    """Count how often each visit (epoch, task, number of the re-roll) was finalized, up to a checkpoint."""
     return Counter(
-        (entry["epoch"], entry["task"])
+        (entry["epoch"], entry["task"], entry.get("reroll", 0))
         for line in read_lines(batches)
         if line["step"] <= version and line.get("accounted", 0) <= accounted
         for entry in [*line["groups"], *line.get("settled", [])]

@@ -43,7 +43,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig
+from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
 from outpace.types import Version
 
 
@@ -122,6 +122,7 @@ class SchedulerSettings:
     governor: GovernorConfig | None = None  # None: the allowed lag is always max_lag
     difficulty: DifficultyConfig | None = None  # None: no task is skipped
     replay: ReplayConfig | None = None  # None: no group is trained twice
+    reroll: RerollConfig | None = None  # None: no visit is repeated because its task was not solved
     streamed: bool = False  # tasks arrive during the run, as `TasksAdded`
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 

@@ -26,6 +26,7 @@ from outpace.monitoring.run_directory import BatchGroup, PastRun, RunLog, Untrai
 from outpace.monitoring.summary import Summary, SummaryBuilder, parse_eval_result
 from outpace.protocols import Engine, Learner
 from outpace.runtime import diagnostics
+from outpace.tasks.order import reroll_number
 from outpace.types import (
     ChunkReport,
     EngineStats,
@@ -162,6 +163,8 @@ class Recorder:
         accounted: int,
     ) -> None:
         self._trained_at = time.monotonic()
+        rerolls = sum(reroll_number(kept.order.position) > 0 for kept in step.groups) + _rerolls(finalized)
+        self._meter.add("reroll/visits", rerolls)
         reports = [*(kept.report for kept in step.groups), *(report for _, report in finalized)]
         failures = self._record_groups(reports)
         for chunk in step.chunks:
@@ -169,7 +172,11 @@ class Recorder:
         to_metrics.record_step(self._meter, step.report)
         to_metrics.record_engines(self._meter, engines.values())
         to_metrics.record_queue(self._meter, core.running, core.finished)
-        to_metrics.record_scheduling(self._meter, core.max_lag, core.resting, len(step.replayed))
+        replayed = len(step.replayed)
+        to_metrics.record_scheduling(
+            self._meter, core.max_lag, core.resting, replayed, filled=replayed if core.replay.fills else 0
+        )
+        to_metrics.record_rerolls(self._meter, core.rerolls.waiting, core.rerolls.dropped)
         self._account.engines(engines)
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.run_total())
@@ -189,6 +196,9 @@ class Recorder:
         """Write a record of the visits finalized between two steps, for the checkpoint that relies on it."""
         failures = self._record_groups(report for _, report in finalized)
         totals = to_metrics.finalized_totals((visit.outcome, report) for visit, report in finalized)
+        if rerolls := _rerolls(finalized):
+            self._meter.add("reroll/visits", rerolls)
+            totals["reroll/visits"] = rerolls
         self.log.batch(version, version, [], [visit for visit, _ in finalized], accounted, failures, totals)
 
     def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:
@@ -222,6 +232,10 @@ class Recorder:
         )
 
 
+def _rerolls(finalized: list[FinalizedVisit]) -> int:
+    return sum(visit.reroll > 0 for visit, _ in finalized)
+
+
 def _batch_group(version: Version, kept: FinishedGroup, replay: bool = False) -> BatchGroup:
     order, report = kept.order, kept.report
     return BatchGroup(
@@ -234,4 +248,5 @@ def _batch_group(version: Version, kept: FinishedGroup, replay: bool = False) ->
         task=order.task,
         reward=fmean(report.rewards) if report.rewards else None,
         group=order.group,
+        reroll=reroll_number(order.position),
     )

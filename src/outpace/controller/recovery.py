@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, sqrt
+from math import sqrt
 from statistics import fmean
 
 import msgspec
@@ -27,7 +27,7 @@ from outpace.controller.events import GroupClosed
 from outpace.controller.ledger import LedgerState
 from outpace.controller.pacing import Governor, GovernorState, Pacing, SchedulerSettings
 from outpace.errors import BadInput, plural
-from outpace.tasks.order import TaskOrder
+from outpace.tasks.order import REROLL, TaskOrder, first_visit
 from outpace.types import FinishedGroup, GroupReport, Version
 
 
@@ -84,7 +84,7 @@ def choose_recovered(
         order = kept.order
         if kept.report.newest > state.version:
             continue
-        if order.group in state.replay and order.position < state.ledger.cursor:
+        if order.group in state.replay and first_visit(order.position) < state.ledger.cursor:
             pooled.setdefault(order.group, kept)
         elif not settings.deterministic and order.min_version + lag >= state.version and is_open(order.position):
             finished.setdefault(order.position, kept)
@@ -116,9 +116,10 @@ def _allowed_lag(state: SchedulerState, settings: SchedulerSettings) -> int:
 
 
 def _open_visits(state: SchedulerState, settings: SchedulerSettings) -> Callable[[int], bool]:
-    """Return a function that says whether the visit at a position still has to be finalized."""
+    """Return a function that says whether the visit at a position still has to be finalized. A re-roll that was issued
+    after the checkpoint does not count: it may never be planned again."""
     issued, cursor = state.ledger.open, state.ledger.cursor
-    limit = inf if settings.epochs is None else settings.epochs * settings.tasks
+    limit = REROLL if settings.epochs is None else min(REROLL, settings.epochs * settings.tasks)
     return lambda position: position in issued or cursor <= position < limit
 
 
@@ -139,4 +140,4 @@ def group_closed_event(report: GroupReport) -> GroupClosed:
     rewards = report.rewards if report.outcome != "failed" else []
     reward = fmean(rewards) if rewards else None
     reward_std = sqrt(fmean((value - reward) ** 2 for value in rewards)) if reward is not None else 0.0
-    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std)
+    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std, max(rewards, default=None))

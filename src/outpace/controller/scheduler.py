@@ -10,7 +10,8 @@ No clock, no I/O, no tensors: the driver and the simulator run the same code.
         └──────────────── Published ◀────────────────┘
 
 Three further machines adjust pacing and batches: the governor (allowed lag, updated by BatchTrained), the curriculum
-(tasks skipped at admission, updated by GroupClosed) and the replay pool (groups trained again, last chunk of a batch).
+(tasks skipped or visited again, updated by GroupClosed) and the replay pool (groups trained again, last chunk of a
+batch).
 
 What waits for what
 - admission: room (a group is trained or leaves), or an engine loading weights (EngineLoaded);
@@ -32,20 +33,17 @@ import msgspec
 
 from outpace.controller import events as ev
 from outpace.controller.batcher import Batcher, ReplayPool
-from outpace.controller.curriculum import Curriculum
+from outpace.controller.curriculum import Curriculum, RerollQueue
 from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
 from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, SchedulerState, group_closed_event
 from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
 from outpace.errors import plural
-from outpace.tasks.order import TaskOrder
+from outpace.tasks.order import REPEATED_DRAWS, TaskOrder, reroll_number
 from outpace.types import FinishedGroup, GroupOrder, Version
 
 MAX_QUEUED_EVALUATIONS = 2
 """Deterministic mode stops loading weights when more evaluations wait than this: each leases a snapshot."""
-
-REPEATED_DRAWS = 1 << 40
-"""Draw numbers from here on belong to repeated visits that were cancelled before; no position is this high."""
 
 
 class Scheduler:
@@ -70,7 +68,6 @@ class Scheduler:
         self.version: Version = state.version
         self._next_group = max([state.next_group, *(kept.order.group + 1 for kept in recovered.finished)])
         self._groups: dict[int, GroupOrder] = {}  # outstanding
-        self._reward_stds: dict[int, float] = {}  # of the finished ones
         self._cancelled: set[int] = set()
         self._requeued: set[int] = set()  # positions of prompt visits
         self._pacing = Pacing(settings)
@@ -78,13 +75,14 @@ class Scheduler:
             settings.groups_per_step, settings.chunk_groups, in_order=settings.deterministic, version=state.version
         )
         finished = {kept.order.position for kept in recovered.finished}
-        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished, settings.streamed)
+        self.rerolls = RerollQueue(settings.reroll, settings.deterministic, state.ledger.rerolls)
+        self._ledger = Ledger(order.count, settings.epochs, state.ledger, finished, settings.streamed, self.rerolls)
         self._recorded_versions = dict(recovered.recorded or {})
         self._governor = Governor(settings.governor, settings.max_lag, state.governor)
         self._difficulty = Curriculum(settings.difficulty, order.count, settings.deterministic, state.difficulty)
         pool = {kept.order.group: state.replay[kept.order.group] for kept in recovered.pooled}
-        self._replay = ReplayPool(settings.replay, settings.groups_per_step, pool)
-        self._replayed: tuple[int, ...] | None = None  # groups replayed in the open batch; None: not chosen yet
+        self.replay = ReplayPool(settings.replay, settings.groups_per_step, pool)
+        self._batcher.allow_filled(self.replay.fillable)
         self._publisher = WeightPublisher("lockstep" if settings.deterministic else settings.update)
         self._evaluations = EvaluationQueue(settings.deterministic, evaluated)
         self._evaluated = evaluated
@@ -101,9 +99,11 @@ class Scheduler:
     def _restore_group(self, kept: FinishedGroup) -> None:
         """Restore a group that an earlier start finished. Its deadline still follows from its `min_version`."""
         order, closed = kept.order, group_closed_event(kept.report)
-        self._groups[order.group], self._reward_stds[order.group] = order, closed.reward_std
+        self._groups[order.group] = order
+        self.replay.group_finished(order.group, closed.reward_std)
         self._batcher.adopt(order.group, order.min_version + self._pacing.lag(self._load))
         self._difficulty.record(order.group, order.task, order.epoch, closed.reward)
+        self.rerolls.group_closed(order, closed)
 
     # -------------------------------------------------------------------------------------------------------- state
 
@@ -117,7 +117,7 @@ class Scheduler:
             ledger=self._ledger.state(),
             governor=self._governor.state(),
             difficulty=self._difficulty.state(),
-            replay=self._replay.state(),
+            replay=self.replay.state(),
         )
 
     @property
@@ -154,19 +154,9 @@ class Scheduler:
         return self._evaluations.is_pending(version)
 
     @property
-    def replay_enabled(self) -> bool:
-        """Whether trained groups are kept for replay until a `Retire` names them."""
-        return self._replay.replay_enabled
-
-    @property
-    def pool(self) -> tuple[int, ...]:
-        """Groups that may be replayed."""
-        return tuple(self._replay.state())
-
-    @property
     def _training_done(self) -> bool:
-        """Whether all steps are done, or all tasks are used up and nothing is outstanding."""
-        return self.settings.is_last(self.version) or (self._ledger.exhausted and not self.outstanding)
+        """Whether all steps are done, or all tasks are used up and no group is outstanding."""
+        return self.settings.is_last(self.version) or (self._ledger.exhausted and not self.running + self.finished)
 
     @property
     def issued(self) -> int:
@@ -252,28 +242,35 @@ class Scheduler:
             return
         group = self._groups[event.group]
         self._difficulty.record(event.group, group.task, group.epoch, event.reward)
+        self.rerolls.group_closed(group, event)
         if event.outcome == "finished":
             least = group.min_version
             assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
-            self._reward_stds[event.group] = event.reward_std
+            self.replay.group_finished(event.group, event.reward_std)
             self._batcher.finish(event.group)
             self._ledger.finish(group.position)
+            return
+        if event.outcome == "filtered" and self.replay.fills:
+            self._batcher.vacate(event.group)
         else:
             self._batcher.discard(event.group)
-            self._finalize_group(event.group, event.outcome)
+        self._finalize_group(event.group, event.outcome)
 
     def _batch_trained(self, event: ev.BatchTrained) -> None:
         version = event.version
         assert (self._learner, version) == ("step", self.version + 1)
         self._learner = "idle"
-        trained = self._batcher.close()
+        last_group, trained = self._batcher.last_group, self._batcher.close()
         self._update_governor(event, oldest_group=min(trained))
-        self._difficulty.batch_trained(version, last_group=max(trained))
-        self._update_pool(version, trained)
+        self._difficulty.batch_trained(version, last_group)
+        self.rerolls.batch_trained(version, last_group)
+        if gone := self.replay.batch_trained(version - 1, trained):
+            self._actions.append(ev.Retire(gone))
+        self._batcher.allow_filled(self.replay.fillable)
         for group in trained:
             self._finalize_group(group, "trained")
         self.version = version
-        self._actions += self._records.step(version, max(trained), self._ledger.finalized)
+        self._actions += self._records.step(version, last_group, self._ledger.finalized)
         if not self.outstanding and self.settings.is_boundary(version) and self._records.complete:
             self._exact_state = self._state()
         if self._stopping:
@@ -291,13 +288,6 @@ class Scheduler:
         if by := self._governor.record(event.ess, event.kl, oldest_group, self._next_group):
             self._actions.append(ev.LagChanged(self._governor.lag, by))
 
-    def _update_pool(self, version: Version, trained: list[int]) -> None:
-        reward_stds = {group: self._reward_stds.pop(group) for group in trained}
-        gone = self._replay.batch_trained(version - 1, reward_stds, self._replayed or ())
-        self._replayed = None
-        if gone:
-            self._actions.append(ev.Retire(gone))
-
     def _finalize_group(self, group: int, outcome: FinalOutcome) -> None:
         order = self._groups.pop(group)
         self._finalize_visit(order.position, order.epoch, order.task, outcome, group)
@@ -308,7 +298,7 @@ class Scheduler:
         self._requeued.discard(position)
         ended = self._ledger.finalize(position, outcome)
         if outcome != "trained":
-            finalize = ev.Finalize(task, epoch, outcome, group)
+            finalize = ev.Finalize(task, epoch, outcome, group, reroll_number(position))
             self._actions += self._records.finalize(finalize, self._next_group)
         if ended:
             self._actions.append(ev.EpochEnded(epoch))
@@ -323,9 +313,10 @@ class Scheduler:
             self._finish_training()
         awaited = self._publisher.stale or not self.settings.eval_pinned
         if not self._training_done or (awaited and not self._evaluations.idle):
-            # In deterministic mode no evaluation is skipped, so stop loading before their snapshots fill the memory.
-            busy = self.running or (self.settings.deterministic and self._evaluations.waiting > MAX_QUEUED_EVALUATIONS)
-            loads = self._publisher.next_loads(busy=bool(busy))
+            # In deterministic mode no evaluation is skipped, so stop loading before their snapshots fill the memory. A
+            # group that replaces a filtered one must have the same min_version however fast the learner is.
+            held = self._batcher.undecided or self._evaluations.waiting > MAX_QUEUED_EVALUATIONS
+            loads = self._publisher.next_loads(busy=self.running > 0 or (self.settings.deterministic and held))
             self._actions.extend(ev.LoadWeights(engine, version) for engine, version in loads)
         if (version := self._evaluations.next()) is not None:
             self._actions.append(ev.Evaluate(version))
@@ -358,6 +349,7 @@ class Scheduler:
         if self._publisher.blocks_admission:
             return
         self._difficulty.catch_up(self._oldest_serving)
+        self.rerolls.catch_up(self._oldest_serving)
         lag = self._pacing.lag(self._load)
         for _ in range(self._pacing.room(self._load)):
             if (visit := self._next_visit()) is None:
@@ -407,7 +399,7 @@ class Scheduler:
         if self._learner != "idle" or not self._batcher.batch:
             return
         # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
-        last = self._ledger.exhausted and self.outstanding == len(self._batcher.batch)
+        last = self._ledger.exhausted and self.running + self.finished == len(self._batcher.batch)
         complete = not self._batcher.missing or last
         if chunk := self._batcher.next_chunk(complete):
             self._learner = "chunk"
@@ -417,14 +409,12 @@ class Scheduler:
 
     def _complete_batch(self) -> None:
         """Order the replayed chunk, then the optimizer step: the batch's own groups are trained."""
-        if self._replayed is None:
-            self._replayed = self._replay.choose()
-            if self._replayed:
-                self._learner = "chunk"
-                self._actions.append(ev.TrainChunk(self.version, self._replayed, replayed=True))
-                return
+        if self.replay.chosen is None and (replayed := self.replay.choose(len(self._batcher.filled))):
+            self._learner = "chunk"
+            self._actions.append(ev.TrainChunk(self.version, replayed, replayed=True))
+            return
         self._learner = "step"
-        self._actions.append(ev.CloseBatch(self.version, tuple(self._batcher.batch), self._replayed))
+        self._actions.append(ev.CloseBatch(self.version, tuple(self._batcher.batch), self.replay.chosen or ()))
 
     def _publish(self) -> None:
         leased = self._publisher.leases() | self._evaluations.leases() | self._publishing

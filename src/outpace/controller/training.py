@@ -93,7 +93,7 @@ class Training:
             report = await self._components.learner.step(action.version)
         diagnostics.crash_point("controller.batch_trained")
         # Before the scheduler handles BatchTrained, which may retire some of them.
-        groups = self._groups.trained(action.groups, self._scheduler.replay_enabled)
+        groups = self._groups.trained(action.groups, self._scheduler.replay.replay_enabled)
         replayed = self._groups.pooled(action.replayed)
         self._trained[report.version] = TrainedStep(report, self._chunks, groups, replayed)
         self._chunks = []

@@ -69,7 +69,11 @@ RULES: dict[str, Rule] = {
     "governor/raised": "sum",
     "difficulty/resting": "last",
     "replay/groups": "sum",
+    "replay/filled": "sum",
     "replay/lag_mean": "mean",
+    "reroll/visits": "sum",
+    "reroll/waiting": "last",
+    "reroll/dropped": "last",
     "queue/running": "last",
     "queue/finished": "last",
     "queue/outstanding": "last",
@@ -355,11 +359,18 @@ def record_queue(meter: Meter, running: int, finished: int) -> None:
     meter.add("queue/outstanding", running + finished)
 
 
-def record_scheduling(meter: Meter, max_lag: int, resting: int, replayed: int) -> None:
-    """Record the scheduler's current `max_lag`, the tasks excluded by difficulty and the replayed groups."""
+def record_scheduling(meter: Meter, max_lag: int, resting: int, replayed: int, filled: int = 0) -> None:
+    """Record the scheduler's current `max_lag`, the tasks excluded by difficulty, the replayed groups and how many of
+    them took the place of a filtered one."""
     meter.add("governor/max_lag", max_lag)
     meter.add("difficulty/resting", resting)
     meter.add("replay/groups", replayed)
+    meter.add("replay/filled", filled)
+
+
+def record_rerolls(meter: Meter, waiting: int, dropped: int) -> None:
+    meter.add("reroll/waiting", waiting)
+    meter.add("reroll/dropped", dropped)
 
 
 def record_efficiency(meter: Meter, lap: Efficiency, run_total: Efficiency) -> None:

@@ -166,6 +166,7 @@ class BatchGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     task: int = -1  # index of the task; -1: not recorded
     reward: float | None = None  # mean over the attempts
     group: int = -1  # group number, as in rollouts/; -1: not recorded
+    reroll: int = 0  # n: the n-th re-roll of the visit
 
 
 class UntrainedVisit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -178,6 +179,7 @@ class UntrainedVisit(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
     task_id: str = ""  # empty: the task was never fetched
     group: int = -1  # group number, as in rollouts/; -1: there was no group, or it is not recorded
+    reroll: int = 0  # n: the n-th re-roll of the visit
 
 
 class RunLog:

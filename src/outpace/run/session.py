@@ -330,6 +330,7 @@ def scheduler_settings(config: Config, tasks: int, evaluates: bool, streamed: bo
         governor=config.governor if config.governor.enabled else None,
         difficulty=config.difficulty if config.difficulty.is_on else None,
         replay=config.replay if config.replay.fraction > 0 else None,
+        reroll=config.reroll if config.reroll.max_times > 0 else None,
     )
 
 

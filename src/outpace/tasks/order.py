@@ -7,6 +7,8 @@ Invariants
 
 The shuffle is a Feistel network over the smallest even number of bits that holds every index, keyed by (seed, epoch).
 An index outside the source is encrypted again until it falls inside (cycle walking), which keeps it a permutation.
+
+Repeated visits have positions and draws of their own, above those of all first visits (`REROLL`, `REPEATED_DRAWS`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,27 @@ from hashlib import blake2b
 
 ROUNDS = 6
 
+REROLL = 1 << 48
+"""`REROLL * n + position` is the position of the n-th re-roll of a visit. No first visit has a position this high."""
+
+REPEATED_DRAWS = 1 << 40
+"""Draw numbers from here to `REROLL` belong to repeated visits that were cancelled before; all others are positions."""
+
+
+def reroll_number(position: int) -> int:
+    """Return 0 for a first visit, n for the n-th re-roll of one."""
+    return position // REROLL
+
+
+def first_visit(position: int) -> int:
+    """Return the position of the first visit that this one repeats, or its own."""
+    return position % REROLL
+
 
 @dataclass(frozen=True)
 class TaskOrder:
-    """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position."""
+    """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position. A re-roll
+    has those of the visit that it repeats."""
 
     count: int
     seed: int
@@ -31,7 +50,7 @@ class TaskOrder:
 
     def task(self, position: int) -> tuple[int, int]:
         assert position >= 0
-        epoch, offset = divmod(position, self.count)
+        epoch, offset = divmod(first_visit(position), self.count)
         return epoch, self._shuffled(epoch, offset) if self.shuffle else offset
 
     def _shuffled(self, epoch: int, offset: int) -> int:
