@@ -47,11 +47,15 @@ def _no_floats() -> Floats:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem to solve. `prompt` is text (sent as one user message) or a list of chat messages."""
+    """One problem to solve. `prompt` is text (sent as one user message) or a list of chat messages.
+
+    `episodes` are attempts that were made elsewhere. They are trained on instead of rollouts of this run, and graded
+    only if none of them has a reward."""
 
     id: str
     prompt: str | list[Message]
     columns: dict[str, Any] = {}
+    episodes: list[Episode] = []
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from outpace.algorithms.token_advantages import trajectory_problem
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.rollouts.transcript import trajectory_problem
 from outpace.runtime import async_tools
 from outpace.types import Episode, Message, Task, Trajectory
 

@@ -23,7 +23,7 @@ from outpace.config.defaults import with_values
 from outpace.config.load import CONFIG_FILE, load_config, python_objects_of, read_resolved
 from outpace.config.validation import resolve
 from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
-from outpace.errors import BadInput, one_line, plural, with_article
+from outpace.errors import BadInput, plural
 from outpace.hardware.cores import check_dtype
 from outpace.hardware.placement import placement_of, uses_gpu
 from outpace.models.loading import resolve_model, tokenizer_digest
@@ -43,7 +43,7 @@ from outpace.run.objects import (
 )
 from outpace.runtime import by_value
 from outpace.runtime.references import load_function, refuse_while_importing
-from outpace.tasks.dataset import Dataset, Rows
+from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
 from outpace.tasks.stream import STREAM_FINGERPRINT
@@ -313,32 +313,7 @@ def _as_source(given: TasksArgument, name: str, config: Config, limit: int | Non
     """Return a task source or stream unchanged, or wrap rows in a `Dataset`."""
     if isinstance(given, TaskStream) and name == "tasks":
         return cast(TaskSource, given)
-    _check_rows(given, name)
-    rows = cast(Rows, given)
+    rows = check_rows(given, name)
     if len(rows) and isinstance(rows[0], Task):
         return cast(TaskSource, given)
     return Dataset(rows, name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
-
-
-def _check_rows(given: Any, name: str) -> None:
-    """Reject anything but rows or tasks, such as the other types of the `datasets` package."""
-    kind = type(given).__name__
-    if isinstance(given, Mapping):
-        keys = one_line(", ".join(map(str, given)), 120)
-        first = next(iter(given), "train")
-        raise BadInput(
-            f"{name}: {with_article(kind)} of {keys} is not a list of rows; pass one split, such as data[{first!r}]"
-        )
-    try:
-        count = len(given)
-    except TypeError:
-        raise BadInput(
-            f"{name}: {with_article(kind)} has no length; pass rows with a length and an index, such as list(rows)"
-        ) from None
-    try:
-        if count:
-            given[0]
-    except (KeyError, TypeError, IndexError):
-        raise BadInput(
-            f"{name}: {with_article(kind)} has no row 0; pass a sequence of rows, each a dict with a prompt"
-        ) from None

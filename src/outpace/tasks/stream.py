@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from outpace.errors import BadInput, one_line
+from outpace.runtime import wire
 from outpace.tasks.fingerprint import Fingerprint
 from outpace.types import Task
 
@@ -52,7 +53,7 @@ class StreamedTasks:
             raise IndexError(f"{self._path}: task {index} is not journaled")
         with self._path.open("rb") as file:
             file.seek(self._ends[index - 1] if index else 0)
-            return msgspec.json.decode(file.readline(), type=Task)
+            return wire.decode_json(file.readline(), Task)
 
     def repair(self) -> int:
         """Remove an incomplete last line, left by a kill, and return how many tasks there are. Call before the first
@@ -65,7 +66,8 @@ class StreamedTasks:
     def append(self, task: Task) -> None:
         """Journal a task; on return it is on disk."""
         try:
-            line = msgspec.json.encode(task) + b"\n"
+            msgspec.json.encode((task.prompt, task.columns))  # arrays are restored in episodes only
+            line = wire.encode_json(task) + b"\n"
         except (TypeError, ValueError) as error:
             raise BadInput(f"tasks: task {one_line(task.id, 60)} cannot be journaled: {one_line(error)}") from error
         with self._path.open("ab") as file:
