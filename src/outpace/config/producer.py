@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from outpace.config.base import Section
+from outpace.config.base import OpenedBy, Section
 
 
 class ProducerConfig(Section):
@@ -25,9 +25,9 @@ class ProducerConfig(Section):
     """Passes of the optimizer over each batch. The same as `algorithm.epochs_per_batch`."""
     async_prefetch: bool = False
     """Produce the next rounds in the background while the current one is trained."""
-    prefetch_depth: int = Field(default=1, ge=1)
-    """Rounds produced ahead of the one that is trained. Opened by `async_prefetch`."""
-    sync_warmup_rollouts: int = Field(default=0, ge=0)
+    prefetch_depth: Annotated[int, OpenedBy("async_prefetch")] = Field(default=1, ge=1)
+    """Rounds produced ahead of the one that is trained."""
+    sync_warmup_rollouts: Annotated[int, OpenedBy("async_prefetch")] = Field(default=0, ge=0)
     """First rounds that are produced only when the rounds before them are trained, hence on policy."""
     eval_during_produce: bool = True
     """Put the module into evaluation mode while `produce` runs. Applies if the learner runs in the same process."""
@@ -37,3 +37,7 @@ class ProducerConfig(Section):
     """Empty the GPU cache after `produce`. Applies if the learner runs in the same process."""
     options: dict[str, Any] = {}
     """Keyword arguments of the producer's class, beside `config`."""
+
+    def in_background(self, number: int) -> bool:
+        """Return whether this round is produced while earlier ones are trained."""
+        return self.async_prefetch and number >= self.sync_warmup_rollouts

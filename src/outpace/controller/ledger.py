@@ -133,6 +133,11 @@ class Ledger:
         return max(0, self.limit - self.cursor) + len(self._queue)
 
     @property
+    def oldest_open(self) -> int:
+        """The first visit that is not finalized."""
+        return min((*self._open, *self._queue), default=self.cursor)
+
+    @property
     def exhausted(self) -> bool:
         """Whether no visit can be issued, now or later."""
         return self.left == 0 and not self._arriving

@@ -34,7 +34,7 @@ from outpace.controller import events as ev
 from outpace.controller.batcher import Batcher, ReplayPool
 from outpace.controller.curriculum import Curriculum
 from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
-from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings
+from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings, TaskDemand
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, SchedulerState, group_closed_event
 from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
 from outpace.errors import plural
@@ -169,9 +169,10 @@ class Scheduler:
         return self.settings.is_last(self.version) or (self._ledger.exhausted and not self.outstanding)
 
     @property
-    def issued(self) -> int:
-        """Number of visits issued since the run began."""
-        return self._ledger.cursor
+    def demand(self) -> TaskDemand:
+        starved = self._started and self._ledger.left == 0 and not self.running and self._learner == "idle"
+        on_policy = not self._publishing and self._publisher.all_newest
+        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy)
 
     @property
     def _oldest_serving(self) -> Version:

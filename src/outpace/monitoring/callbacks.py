@@ -92,6 +92,10 @@ class Callback:
 class DataProducerCallback(Callback):
     """A data producer that also inherits from this class is registered as a callback."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a run in this process: the producer's process gets a copy."""
+        return {name: value for name, value in vars(self).items() if name != "_request_stop"}
+
     def on_rollout_end(self, *args: Any, **kwargs: Any) -> Any:
         """The hook of the producer. The event of this name is not sent to a producer."""
 

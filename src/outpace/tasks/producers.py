@@ -72,7 +72,7 @@ class AsyncDataProducer(DataProducer):
     def __init__(self, inner: DataProducer, background_produce_kwargs: Mapping[str, Any] | None = None) -> None:
         self.inner = inner
         self.config = getattr(inner, "config", None) or ProducerConfig()
-        self._background_kwargs = dict(background_produce_kwargs or {})
+        self.background_produce_kwargs = dict(background_produce_kwargs or {})
         self._round = 0  # number of the next round to ask the inner producer for
         self._pending: deque[Future[Any]] = deque()
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -100,7 +100,7 @@ class AsyncDataProducer(DataProducer):
         if self._round > self.config.sync_warmup_rollouts:
             last = self.config.max_rollouts
             while len(self._pending) < self.config.prefetch_depth and (last is None or self._round < last):
-                self._submit(self._next(model, global_step, kwargs | self._background_kwargs))
+                self._submit(self._next(model, global_step, kwargs | self.background_produce_kwargs))
         return dataset
 
     def on_rollout_begin(self, global_step: int) -> None:
@@ -120,6 +120,10 @@ class AsyncDataProducer(DataProducer):
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has no pending rounds."""
+        return AsyncDataProducer, (self.inner, self.background_produce_kwargs)
 
     def _next(self, model: Any, global_step: int, kwargs: dict[str, Any]) -> Callable[[], Any]:
         """Return the call that produces the next round."""
