@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -18,7 +19,9 @@ from outpace.tasks.stream import StreamedTasks
 from support import INLINE, as_arguments, naming, read_lines, run_command, start_command
 
 PRODUCER = '''
+import os
 import time
+from pathlib import Path
 
 from outpace import BaseDataProducer
 
@@ -37,10 +40,17 @@ class Questions(BaseDataProducer):
         return [{"prompt": f"say {answer.text}", "step": global_step} for answer in answers]
 
 
-class Failing(BaseDataProducer):
+class Dying(BaseDataProducer):
+    """Its process dies once, in the second round."""
+
+    def __init__(self, config, mark):
+        super().__init__(config)
+        self.mark = Path(mark)
+
     def produce(self, model, global_step, *, round, **kwargs):
-        if round == 1:
-            raise ConnectionError("no questions today")
+        if round == 1 and not self.mark.exists():
+            self.mark.touch()
+            os._exit(3)
         return [{"prompt": f"say {number}"} for number in range(4)]
 '''
 
@@ -100,37 +110,36 @@ def test_a_deterministic_producer_in_a_deterministic_run_gives_the_same_bits_twi
     assert len(results[0][0]) >= 4
 
 
+class Failing(api.BaseDataProducer):
+    def produce(self, model: Any, global_step: int, **kwargs: Any) -> Any:
+        if global_step:
+            raise ConnectionError("no questions today")
+        return [{"prompt": f"say {number}"} for number in range(4)]
+
+
 def test_a_producer_that_raises_ends_the_run_with_a_checkpoint_and_its_traceback(
-    values: dict[str, Any], producers: Path, tmp_path: Path
+    values: dict[str, Any], tmp_path: Path
 ) -> None:
-    values |= {**INLINE, "tasks.producer": f"{producers}:Failing", "checkpoint.every": 0}
+    values |= {**INLINE, "tasks.producer": None, "checkpoint.every": 0}
+    producer = Failing(api.ProducerConfig(mini_epochs=2))
     with pytest.raises(ComponentFailed, match=naming("producer", "round 1", "no questions today")) as caught:
-        api.Trainer(config=values, quiet=True).train()
+        api.Trainer(config=values, producer=producer, quiet=True).train()
     assert "in produce" in caught.value.remote_traceback
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 
 @pytest.mark.slow
 def test_a_run_killed_at_ten_random_moments_settles_every_visit_once(values: dict[str, Any], tmp_path: Path) -> None:
-    """Ten kills of the whole process group, spread over the life of the run. The result is that of a run without."""
+    """Ten kills of the whole process group. The result is that of a run without."""
     rng = random.Random(7)
     values |= {"run.deterministic": True, "run.threads": 1, "producer.max_rollouts": 6, "run.steps": 12}
     values |= {"producer.options": '{"pause_s": 0.3}'}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    started = time.monotonic()
     done = run_command("train", *as_arguments(values | {"run.dir": str(whole)}))
     assert done.returncode == 0, done.stderr
-    life_s = time.monotonic() - started
-    for number in range(10):
-        resumed = ["--resume", str(killed)] if (killed / "config.toml").exists() else []
-        process = start_command(
-            "train", *(resumed or as_arguments(values | {"run.dir": str(killed)})), start_new_session=True
-        )
-        # Early moments are in the start, which is most of the life of a short run.
-        time.sleep(rng.uniform(0.1 * number, 0.5 * life_s + 0.05 * life_s * number))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    done = run_command("train", "--resume", str(killed))
+    reached = [kill_at_random_moment(killed, values, rng) for _ in range(10)]
+    assert len(set(reached)) > 3, f"the kills are spread over the run: {reached}"
+    done = run_command("train", *start_of(killed, values))
     assert done.returncode == 0, done.stderr
     for run in (whole, killed):
         tasks = StreamedTasks(run / "journal" / "tasks.jsonl")
@@ -139,3 +148,43 @@ def test_a_run_killed_at_ten_random_moments_settles_every_visit_once(values: dic
         assert (ledger_report(run)["twice"], ledger_report(run)["never"]) == ([], [])
     first, second = ((run / "journal" / "tasks.jsonl").read_bytes() for run in (whole, killed))
     assert first == second, "a deterministic run that was killed is asked for the same rounds"
+
+
+def start_of(run: Path, values: dict[str, Any]) -> list[str]:
+    begun = (run / "config.toml").exists()
+    return ["--resume", str(run)] if begun else as_arguments(values | {"run.dir": str(run)})
+
+
+def kill_at_random_moment(run: Path, values: dict[str, Any], rng: random.Random) -> int:
+    """Start or resume the run and kill it after it has written a few more rounds or steps. Return how much there is."""
+    before, more = progress(run), rng.randint(0, 2)
+    process = start_command("train", *start_of(run, values), start_new_session=True)
+    deadline = time.monotonic() + 120
+    while progress(run) < before + more and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0.0, 0.5))
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return progress(run)
+
+
+def progress(run: Path) -> int:
+    """Rounds and steps on disk."""
+    batches = run / "batches.jsonl"
+    steps = batches.read_bytes().count(b"\n") if batches.exists() else 0
+    tasks = StreamedTasks(run / "journal" / "tasks.jsonl")
+    len(tasks)
+    return steps + tasks.rounds
+
+
+@pytest.mark.slow
+def test_a_producer_whose_process_dies_is_restarted_and_asked_for_the_round_again(
+    values: dict[str, Any], producers: Path, tmp_path: Path
+) -> None:
+    values |= {"tasks.producer": f"{producers}:Dying", "producer.options": json.dumps({"mark": str(tmp_path / "mark")})}
+    done = run_command("train", *as_arguments(values))
+    assert done.returncode == 0, done.stderr
+    assert "producer" in done.stdout + done.stderr
+    assert (tmp_path / "mark").exists()
+    assert sorted(used(tmp_path / "run")) == list(range(16))

@@ -200,6 +200,7 @@ class StreamedTasks:
 
 def _encoded(task: Task) -> bytes:
     try:
+        msgspec.json.encode((task.prompt, task.columns))  # arrays are restored in episodes only
         return wire.encode_json(task) + b"\n"
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except (TypeError, ValueError) as error:
         raise BadInput(f"tasks: task {one_line(task.id, 60)} cannot be journaled: {one_line(error)}") from error
