@@ -29,6 +29,7 @@ class GroupClosed:
     oldest: Version = 0
     reward: float | None = None  # mean over its attempts; None: it failed or no attempt was scored
     reward_std: float = 0.0  # standard deviation of the rewards over its attempts
+    supplied: bool = False  # its attempts came with the task, and may be older than its min_version
 
 
 @dataclass(frozen=True)

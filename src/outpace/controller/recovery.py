@@ -139,4 +139,4 @@ def group_closed_event(report: GroupReport) -> GroupClosed:
     rewards = report.rewards if report.outcome != "failed" else []
     reward = fmean(rewards) if rewards else None
     reward_std = sqrt(fmean((value - reward) ** 2 for value in rewards)) if reward is not None else 0.0
-    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std)
+    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std, report.supplied)

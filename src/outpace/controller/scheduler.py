@@ -254,8 +254,7 @@ class Scheduler:
         group = self._groups[event.group]
         self._difficulty.record(event.group, group.task, group.epoch, event.reward)
         if event.outcome == "finished":
-            least = group.min_version
-            assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
+            assert event.supplied or event.oldest >= group.min_version, f"group {event.group} has older tokens"
             self._reward_stds[event.group] = event.reward_std
             self._batcher.finish(event.group)
             self._ledger.finish(group.position)
@@ -374,6 +373,7 @@ class Scheduler:
                 self.settings.group_size,
                 position=position,
                 recorded=recorded,
+                version=min_version if self.settings.deterministic else self.version,  # not timing
                 # Seeded by the visit: rerunning it after a kill samples the same completions, so that kills do not
                 # favor short ones. A visit that was cancelled for being slow gets a fresh draw.
                 draw=REPEATED_DRAWS + group if position in self._requeued else position,

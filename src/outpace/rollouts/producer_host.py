@@ -31,6 +31,7 @@ from outpace.errors import BadInput, one_line
 from outpace.models.chat_format import ChatFormat
 from outpace.protocols import Learner
 from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import has_reward
 from outpace.runtime import rng
 from outpace.runtime.async_tools import gather_or_cancel, run_in_thread
 from outpace.runtime.references import accepted_parameters
@@ -207,7 +208,7 @@ class ProducerHost:
             dataset = self._ask(number, step)
         tasks = tasks_of(dataset, number, max(step, self._model.newest))
         for task in tasks:
-            if not self._graded and not any(episode.rewards for episode in task.episodes):
+            if not self._graded and not any(map(has_reward, task.episodes)):
                 raise BadInput(f"rewards.functions: set at least one; task {one_line(task.id, 60)} has no reward")
         before, self._rng = self._rng, rng.capture().decode()
         header = Round(
