@@ -80,34 +80,32 @@ def used(run: Path) -> list[int]:
     return [each["task"] for line in lines for each in [*line["groups"], *line.get("settled", [])]]
 
 
-def test_a_resumed_run_uses_every_task_of_every_round_once_per_pass(values: dict[str, Any], tmp_path: Path) -> None:
-    run = tmp_path / "produced"
-    values |= {"run.dir": str(run), **INLINE, "producer.max_rollouts": 3, "run.steps": 3}
-    api.Trainer(config=values, quiet=True).train()
-    values |= {"run.steps": 20}
-    summary = api.Trainer(config=values, quiet=True).train(resume=True)
+def test_a_deterministic_run_gives_the_same_bits_also_when_it_is_resumed_and_uses_every_task_once_per_pass(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values |= {**INLINE, "run.deterministic": True, "run.threads": 1, "pacing.max_lag": 1, "producer.max_rollouts": 3}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    summary = api.Trainer(config=values | {"run.dir": str(whole), "run.steps": 20}, quiet=True).train()
     assert summary.steps == 6, "three rounds of two passes over four tasks, four groups per step"
-    assert sorted(used(run)) == list(range(24))
-    tasks = StreamedTasks(run / "journal" / "tasks.jsonl")
+    api.Trainer(config=values | {"run.dir": str(resumed), "run.steps": 3}, quiet=True).train()
+    api.Trainer(config=values | {"run.dir": str(resumed), "run.steps": 20}, quiet=True).train(resume=True)
+    for run in (whole, resumed):
+        assert sorted(used(run)) == list(range(24))
+        assert (ledger_report(run)["twice"], ledger_report(run)["never"]) == ([], [])
+    assert results(whole) == results(resumed)
+    tasks = StreamedTasks(whole / "journal" / "tasks.jsonl")
     assert (len(tasks), tasks.rounds) == (24, 3)
     rounds = [[tasks[visit] for visit in range(start, start + 8)] for start in (0, 8, 16)]
     assert all(each[:4] == each[4:] for each in rounds), "the second pass has the same tasks"
     assert [each[0].columns["step"] for each in rounds] == [0, 2, 4], "a round is asked for when the last is trained"
-    assert (ledger_report(run)["twice"], ledger_report(run)["never"]) == ([], [])
 
 
-def test_a_deterministic_producer_in_a_deterministic_run_gives_the_same_bits_twice(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    values |= {**INLINE, "run.deterministic": True, "run.threads": 1, "pacing.max_lag": 1}
-    results = []
-    for name in ("first", "second"):
-        api.Trainer(config=values | {"run.dir": str(tmp_path / name)}, quiet=True).train()
-        steps = read_lines(tmp_path / name / "metrics.jsonl")
-        losses = [(step.get("loss"), step.get("reward"), step.get("grad_norm")) for step in steps]
-        results.append((losses, (tmp_path / name / "journal" / "tasks.jsonl").read_bytes(), used(tmp_path / name)))
-    assert results[0] == results[1]
-    assert len(results[0][0]) >= 4
+def results(run: Path) -> Any:
+    """What a run was given and what it computed."""
+    keys = ("loss/policy", "reward/mean", "grad_norm", "lag/mean")
+    steps = [[line[key] for key in keys] for line in read_lines(run / "metrics.jsonl")]
+    assert len(steps) == 6
+    return steps, used(run), (run / "journal" / "tasks.jsonl").read_bytes()
 
 
 class Failing(api.BaseDataProducer):
@@ -128,26 +126,34 @@ def test_a_producer_that_raises_ends_the_run_with_a_checkpoint_and_its_traceback
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
 
 
+DETERMINISTIC = {"run.deterministic": True, "run.threads": 1}
+BACKGROUND = {"producer.async_prefetch": True, "producer.prefetch_depth": 2, "producer.sync_warmup_rollouts": 1}
+
+
 @pytest.mark.slow
-def test_a_run_killed_at_ten_random_moments_settles_every_visit_once(values: dict[str, Any], tmp_path: Path) -> None:
-    """Ten kills of the whole process group. The result is that of a run without."""
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", [DETERMINISTIC, BACKGROUND], ids=["deterministic", "background"])
+def test_a_run_killed_at_ten_random_moments_settles_every_visit_once(
+    values: dict[str, Any], tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    """Ten kills of the whole process group. The result of a deterministic run is that of one without kills."""
     rng = random.Random(7)
-    values |= {"run.deterministic": True, "run.threads": 1, "producer.max_rollouts": 6, "run.steps": 12}
-    values |= {"producer.options": '{"pause_s": 0.3}'}
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    done = run_command("train", *as_arguments(values | {"run.dir": str(whole)}))
-    assert done.returncode == 0, done.stderr
+    values |= {"producer.max_rollouts": 6, "run.steps": 12, "producer.options": json.dumps({"pause_s": 0.3}), **mode}
+    killed = tmp_path / "killed"
     reached = [kill_at_random_moment(killed, values, rng) for _ in range(10)]
     assert len(set(reached)) > 3, f"the kills are spread over the run: {reached}"
     done = run_command("train", *start_of(killed, values))
     assert done.returncode == 0, done.stderr
-    for run in (whole, killed):
-        tasks = StreamedTasks(run / "journal" / "tasks.jsonl")
-        assert (len(tasks), tasks.rounds) == (48, 6)
-        assert sorted(used(run)) == list(range(48)), "every task once per pass"
-        assert (ledger_report(run)["twice"], ledger_report(run)["never"]) == ([], [])
-    first, second = ((run / "journal" / "tasks.jsonl").read_bytes() for run in (whole, killed))
-    assert first == second, "a deterministic run that was killed is asked for the same rounds"
+    tasks = StreamedTasks(killed / "journal" / "tasks.jsonl")
+    assert (len(tasks), tasks.rounds) == (48, 6)
+    assert sorted(used(killed)) == list(range(48)), "every task once per pass"
+    assert (ledger_report(killed)["twice"], ledger_report(killed)["never"]) == ([], [])
+    if mode is DETERMINISTIC:
+        whole = tmp_path / "whole"
+        done = run_command("train", *start_of(whole, values))
+        assert done.returncode == 0, done.stderr
+        first, second = ((run / "journal" / "tasks.jsonl").read_bytes() for run in (whole, killed))
+        assert first == second, "a run that was killed is asked for the same rounds"
 
 
 def start_of(run: Path, values: dict[str, Any]) -> list[str]:
