@@ -128,7 +128,7 @@ class Group(NamedTuple):
 
 
 GROUPS = (
-    Group("Model and tasks", ("model", "tasks")),
+    Group("Model and tasks", ("model", "tasks", "producer")),
     Group("Rollouts", ("rollout", "tools", "environment", "gateway")),
     Group("Rewards and judges", ("rewards", "judge", "sandbox")),
     Group("Staleness and batch size", ("pacing", "governor")),
@@ -142,6 +142,7 @@ GROUPS = (
 
 SEE_ALSO = {
     "tasks": "[rollouts: tasks](rollouts.md#tasks)",
+    "producer": "[data producers](producers.md)",
     "tools": "[agents: tools](agents.md#tools)",
     "environment": "[agents: environments](agents.md#environments)",
     "gateway": "[agents: agents behind a URL](agents.md#agents-behind-a-url)",

@@ -19,6 +19,7 @@ from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
 from outpace.monitoring.run_directory import RunLog
+from outpace.protocols import Producer
 from outpace.runtime.components import ComponentKind, ComponentSpec, RestartSettings
 from outpace.tasks.order import TaskOrder
 from outpace.types import (
@@ -190,6 +191,7 @@ class FakeRuntime:
         if name == "learner":
             return ComponentSpec(name, "", "", kind="learner")
         kind: ComponentKind = "worker" if name.startswith("worker") else "engine"
+        kind = "producer" if name == "producer" else kind
         return ComponentSpec(name, "", "", kind=kind, restart=self.restart_settings)
 
     async def stop(self) -> None: ...
@@ -218,11 +220,14 @@ class Rig:
         self.settings, self.stall_s = settings, stall_s
         self.restarts = 3
         self.start_engine: Callable[[str], tuple[str, str, FakeEngine]] | None = None
+        self.producer: Producer | None = None
 
     async def run(self) -> str:
         self.runtime = FakeRuntime(self.restarts)
         sockets = {name: f"/{name}" for name in self.engines}
-        components = Components(self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets)
+        components = Components(
+            self.learner, self.engines, {"worker-0": self.worker}, self.runtime, sockets, producer=self.producer
+        )
         config = Config.model_validate(
             {
                 "run": {"stall_s": self.stall_s, "save_rollouts": 1},
@@ -231,7 +236,7 @@ class Rig:
                 "supervise": {"restarts": self.restarts, "window_s": 60, "probe_s": 0.02, "silent_s": 0.05},
             }
         )
-        scheduler = Scheduler(self.settings, TaskOrder(10, 0, True))
+        scheduler = Scheduler(self.settings, TaskOrder(self.settings.tasks, 0, not self.settings.streamed))
         driver = Driver(
             scheduler,
             components,

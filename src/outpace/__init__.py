@@ -9,12 +9,21 @@ if TYPE_CHECKING:
     from outpace.algorithms.losses import Tokens
     from outpace.algorithms.registry import advantage, normalizer, policy_loss
     from outpace.config import Config
+    from outpace.config.producer import ProducerConfig
     from outpace.controller.evaluation import Evaluation
-    from outpace.monitoring.callbacks import Callback
+    from outpace.monitoring.callbacks import Callback, DataProducerCallback
     from outpace.monitoring.rollout_files import read_rollouts
     from outpace.rewards.functions import evaluator
     from outpace.rewards.registry import register as register_reward
     from outpace.rollouts.episode import rollout
+    from outpace.tasks.producers import (
+        AsyncDataProducer,
+        BaseDataProducer,
+        DataProducer,
+        GRPODataProducer,
+        RolloutDataset,
+        make_rollout_collator,
+    )
     from outpace.tasks.registry import register as register_task
     from outpace.trainer import Trainer
     from outpace.types import Answer, Endpoint, Episode, Task, Trajectory
@@ -22,13 +31,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Answer",
+    "AsyncDataProducer",
+    "BaseDataProducer",
     "BatchAdvantages",
     "Callback",
     "Config",
+    "DataProducer",
+    "DataProducerCallback",
     "Endpoint",
     "Episode",
     "Evaluation",
+    "GRPODataProducer",
     "GroupReturns",
+    "ProducerConfig",
+    "RolloutDataset",
     "Task",
     "Tokens",
     "Trainer",
@@ -36,6 +52,7 @@ __all__ = [
     "__version__",
     "advantage",
     "evaluator",
+    "make_rollout_collator",
     "normalizer",
     "policy_loss",
     "read_rollouts",
@@ -46,25 +63,33 @@ __all__ = [
 
 _PUBLIC_NAMES = {
     "Answer": "outpace.types",
+    "AsyncDataProducer": "outpace.tasks.producers",
+    "BaseDataProducer": "outpace.tasks.producers",
     "BatchAdvantages": "outpace.algorithms.advantages",
     "Callback": "outpace.monitoring.callbacks",
     "Config": "outpace.config",
+    "DataProducer": "outpace.tasks.producers",
+    "DataProducerCallback": "outpace.monitoring.callbacks",
     "Endpoint": "outpace.types",
     "Episode": "outpace.types",
     "Evaluation": "outpace.controller.evaluation",
+    "GRPODataProducer": "outpace.tasks.producers",
     "GroupReturns": "outpace.algorithms.advantages",
+    "ProducerConfig": "outpace.config.producer",
+    "RolloutDataset": "outpace.tasks.producers",
     "Task": "outpace.types",
     "Tokens": "outpace.algorithms.losses",
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
     "evaluator": "outpace.rewards.functions",
+    "make_rollout_collator": "outpace.tasks.producers",
     "normalizer": "outpace.algorithms.registry",
+    "policy_loss": "outpace.algorithms.registry",
     "read_rollouts": "outpace.monitoring.rollout_files",
     "register_reward": "outpace.rewards.registry:register",
     "register_task": "outpace.tasks.registry:register",
     "rollout": "outpace.rollouts.episode",
-    "policy_loss": "outpace.algorithms.registry",
 }
 
 

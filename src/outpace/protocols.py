@@ -1,8 +1,8 @@
 """Protocols of the components and of user code.
 
-`Engine`, `Learner` and `Worker` are called over RPC when they run in another process and directly when they run in this
-one (`outpace.runtime`). Their arguments and results are therefore plain data from `outpace.types`, and every method is
-a coroutine that may raise.
+`Engine`, `Learner`, `Worker` and `Producer` are called over RPC when they run in another process and directly when they
+run in this one (`outpace.runtime`). Their arguments and results are therefore plain data from `outpace.types`, and
+every method is a coroutine that may raise.
 """
 
 from __future__ import annotations
@@ -148,6 +148,19 @@ class Worker(Protocol):
 
     async def set_rng(self, state: bytes) -> None:
         """Restore the state that `rng` returned in an earlier start of the run."""
+        ...
+
+
+class Producer(Protocol):
+    """Runs the user's data producer."""
+
+    async def produce(self, number: int, step: Version) -> None:
+        """Ask for round `number`, counted from 0 over all starts of the run, and journal it. Returns when it is on
+        disk. A round that is on disk is not asked for again. `step` is the learner's version."""
+        ...
+
+    async def fleet(self, members: list[FleetMember]) -> None:
+        """Replace the list of engines, as `Worker.fleet` does."""
         ...
 
 

@@ -61,6 +61,8 @@ class Trainer:
     environment: a class with `reset`, typed methods as tools and optionally `get_reward`; or a dict of such classes,
         selected by a column of the task.
     tools: typed functions with docstrings that the model may call.
+    producer: a `DataProducer`, or a class of one, that supplies fresh tasks or finished rollouts each round; instead of
+        `tasks`.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Trainer:
         environment: EnvironmentArgument | None = None,
         tools: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
+        producer: Any = None,
         quiet: bool = False,
         **others: Any,
     ) -> None:
@@ -101,7 +104,8 @@ class Trainer:
             rollout=rollout,
             environment=environment,
             tools=_as_tuple("tools", tools),
-            callbacks=_checked_callbacks(callbacks),
+            callbacks=_checked_callbacks((*callbacks, producer) if isinstance(producer, Callback) else callbacks),
+            producer=producer,
         )
         self.config = _merge(_as_config(config), changes)
         self._quiet = quiet

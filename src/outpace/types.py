@@ -47,11 +47,15 @@ def _no_floats() -> Floats:
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One problem to solve. `prompt` is text (sent as one user message) or a list of chat messages."""
+    """One problem to solve. `prompt` is text (sent as one user message) or a list of chat messages.
+
+    `episodes` are attempts that were made elsewhere. They are trained on instead of rollouts of this run, and graded
+    only if none of them has a reward."""
 
     id: str
     prompt: str | list[Message]
     columns: dict[str, Any] = {}
+    episodes: list[Episode] = []
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -218,6 +222,7 @@ class GroupOrder(msgspec.Struct, frozen=True):
     position: int = 0
     recorded: bool = False  # completions journaled by an earlier attempt at this visit may be reused
     draw: int | None = None  # seeds the sampling noise; None: use the group number
+    version: Version | None = None  # no token of supplied episodes is newer; None: not limited
 
 
 class EpisodeView(msgspec.Struct, frozen=True):
@@ -253,6 +258,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     cancelled: bool = False  # cancelled by the controller, not failed by a rollout or a reward
     traceback: str = ""  # of user code that failed, for display
     failures: list[Failure] = []  # of all episodes, by source and reason
+    supplied: bool = False  # the episodes came with the task: nothing was sampled, and tokens may be older than allowed
 
 
 class FinishedGroup(msgspec.Struct, frozen=True):

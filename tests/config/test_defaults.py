@@ -37,6 +37,8 @@ SAMPLE: dict[str, Any] = {
     "policy_loss.trust_low": 0.1,
     "policy_loss.trust_high": 0.1,
     "policy_loss.ratio_penalty": 0.1,
+    "producer.prefetch_depth": 2,
+    "producer.sync_warmup_rollouts": 1,
     "correction.cap": 4.0,
     "correction.floor": 0.25,
     "correction.token_low": 0.25,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,8 @@ from outpace.controller.recovery import group_closed_event
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, Stalled
 from outpace.monitoring import fleet_orders
 from outpace.monitoring.line_file import read_lines
-from outpace.types import Failure, GroupOrder, GroupReport, JournalLocation, Outcome, StepReport
+from outpace.tasks.stream import Round, StreamedTasks
+from outpace.types import Failure, FleetMember, GroupOrder, GroupReport, JournalLocation, Outcome, StepReport, Task
 from support import naming
 
 BROKEN_REWARD = Failure("reward broken", "raised", 8)
@@ -369,6 +370,69 @@ async def test_a_run_that_ends_because_groups_fail_saves_the_steps_it_has_traine
         await rig.run()
     assert rig.saved
     assert rig.saved[-1] == rig.learner.version >= 2
+
+
+# ------------------------------------------------------------------------------------------------------ a data producer
+
+
+class FakeProducer:
+    """Journals rounds of six tasks and calls `before` ahead of each."""
+
+    def __init__(self, run: Path, before: Callable[[int], Awaitable[None]]) -> None:
+        self.tasks = StreamedTasks(run / "journal" / "tasks.jsonl")
+        self.before = before
+        self.fleets: list[list[FleetMember]] = []
+
+    async def produce(self, number: int, step: int) -> None:
+        await self.before(number)
+        self.tasks.append_round(Round(number, 6), [Task(f"{number}.{index}", "?") for index in range(6)])
+
+    async def fleet(self, members: list[FleetMember]) -> None:
+        self.fleets.append(members)
+
+
+def produced(tmp_path: Path, before: Callable[[int], Awaitable[None]], stall_s: float = 20.0) -> Rig:
+    rig = Rig(tmp_path, replace(SETTINGS, streamed=True, tasks=1000, eval_enabled=False), stall_s)
+    rig.producer = FakeProducer(tmp_path, before)
+    return rig
+
+
+async def test_a_producer_that_hangs_ends_the_run_as_stalled_with_its_round(tmp_path: Path) -> None:
+    async def hang(number: int) -> None:
+        if number == 1:
+            await asyncio.Event().wait()
+
+    with pytest.raises(Stalled, match=naming("producer", "round 1", "stall.txt")):
+        await produced(tmp_path, hang, stall_s=0.2).run()
+
+
+async def test_a_producer_that_fails_ends_the_run_after_a_checkpoint_of_the_steps_so_far(tmp_path: Path) -> None:
+    async def fail(number: int) -> None:
+        if number == 1:
+            raise ValueError("no more questions")
+
+    rig = produced(tmp_path, fail)
+    with pytest.raises(ComponentFailed, match=naming("producer", "round 1", "no more questions")) as caught:
+        await rig.run()
+    assert "in fail" in caught.value.remote_traceback
+    assert rig.saved == [1], "round 0 fills one batch and half of the next"
+
+
+async def test_a_producer_that_dies_is_restarted_and_asked_for_the_same_round(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    async def die_once(number: int) -> None:
+        asked.append(number)
+        if asked == [0, 1]:
+            rig.runtime.deaths.put_nowait(ComponentLost("producer", "was killed by SIGKILL"))
+            raise ComponentLost("producer", "closed its connection")
+
+    rig = produced(tmp_path, die_once)
+    assert await rig.run() == "done"
+    assert asked == [0, 1, 1, 2, 3]
+    assert rig.runtime.restarted == ["producer"]
+    assert isinstance(rig.producer, FakeProducer)
+    assert rig.producer.fleets[-1][0].version > 0, "it knows what the engines serve"
 
 
 # -------------------------------------------------------------------------------------------------- components that die

@@ -89,6 +89,14 @@ def test_a_group_with_tokens_older_than_its_min_version_fails_an_assertion() -> 
         script.send(GroupClosed(2, "finished", oldest=0))
 
 
+def test_a_group_whose_attempts_came_with_its_task_may_have_older_tokens_and_keeps_its_deadline() -> None:
+    script = started(replace(SMALL, max_lag=0))
+    script.train(0, 1)
+    script.send(Published(1), EngineLoaded("e0", 1))
+    script.send(GroupClosed(2, "finished", oldest=0, supplied=True))
+    assert script.close(3) == [TrainChunk(1, (2, 3))]
+
+
 def test_with_zero_lag_nothing_is_admitted_until_the_engines_have_the_newest_weights() -> None:
     script = started(replace(SMALL, max_lag=0))
     script.train(0, 1)
@@ -97,7 +105,7 @@ def test_with_zero_lag_nothing_is_admitted_until_the_engines_have_the_newest_wei
     assert script.send(EngineLoaded("e0", 1)) == [
         PolicyUpdated(1),
         *(
-            Admit(number, script.scheduler.order.task(number)[1], 0, 1, size=2, position=number, draw=number)
+            Admit(number, script.scheduler.order.task(number)[1], 0, 1, size=2, position=number, draw=number, version=1)
             for number in (2, 3)
         ),
     ]

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.rollouts.transcript import TrajectoryBuilder, trajectory_problem
+from outpace.algorithms.token_advantages import trajectory_problem
+from outpace.rollouts.transcript import TrajectoryBuilder
 from outpace.types import OBSERVED, Generation, Trajectory
 from support import naming
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from outpace.tasks.countdown import Countdown
 from outpace.tasks.dataset import Dataset, TaskSubset, open_dataset
 from outpace.tasks.fingerprint import Fingerprint, difference, fingerprint, sample_indices
 from outpace.tasks.registry import ReopenedSource, open_train
-from outpace.types import Task
+from outpace.types import Episode, Task
 from support import names, resolved
 
 Row = dict[str, Any]
@@ -257,3 +258,10 @@ def test_sample_indices_cover_first_to_last_without_duplicates(count: int, most:
     assert len(indices) == len(set(indices)) == min(count, most)
     assert indices == sorted(indices)
     assert not count or (indices[0], indices[-1]) == (0, count - 1)
+
+
+def test_the_digest_of_tasks_in_memory_does_not_depend_on_episodes_they_do_not_have() -> None:
+    lines = b'{"id":"a","prompt":"p","columns":{"x":1}}\n{"id":"b","prompt":"q","columns":{}}\n'
+    tasks = [Task("a", "p", {"x": 1}), Task("b", "q")]
+    assert fingerprint(tasks).digest == blake2b(lines, digest_size=16).hexdigest()
+    assert fingerprint([Task("a", "p", {"x": 1}, [Episode([])]), tasks[1]]).digest != fingerprint(tasks).digest

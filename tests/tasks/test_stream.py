@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,14 +15,15 @@ import pytest
 from driver_support import SETTINGS
 from outpace.controller import events as ev
 from outpace.controller.ledger import LedgerState
+from outpace.controller.pacing import TaskDemand
 from outpace.controller.recovery import SchedulerState
 from outpace.controller.scheduler import Scheduler
-from outpace.controller.task_feed import TaskFeed
+from outpace.controller.task_feed import StreamRounds, TaskFeed
 from outpace.errors import BadInput, ComponentFailed
 from outpace.protocols import TaskStream
 from outpace.run.plan import UserObjects, make_plan
 from outpace.tasks.order import TaskOrder
-from outpace.tasks.stream import ENDLESS, StreamedTasks
+from outpace.tasks.stream import ENDLESS, Round, StreamedTasks
 from outpace.types import Task
 from support import naming, resolved
 
@@ -76,7 +78,6 @@ def test_a_torn_last_line_is_removed_and_does_not_count(tmp_path: Path) -> None:
         file.write(b'{"id":"t1","pro')
     tasks = StreamedTasks(path)
     assert len(tasks) == 1
-    tasks.repair()
     tasks.append(task(1))
     assert [StreamedTasks(path)[index] for index in range(2)] == [task(0), task(1)]
 
@@ -86,6 +87,54 @@ def test_a_task_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=naming("t0")):
         tasks.append(Task("t0", "prompt", {"image": object()}))
     assert len(tasks) == 0
+
+
+def append_round(tasks: StreamedTasks, number: int, prompts: str, passes: int = 1, limit: int | None = None) -> None:
+    header = Round(number, len(prompts), passes, limit, rng=f"after {number}")
+    tasks.append_round(header, [Task(prompt, prompt) for prompt in prompts])
+
+
+def test_the_visits_of_a_round_are_its_tasks_in_every_pass_up_to_the_limit(tmp_path: Path) -> None:
+    writer, reader = (StreamedTasks(tmp_path / "tasks.jsonl") for _ in range(2))
+    append_round(writer, 0, "ab", passes=2)
+    assert len(reader) == 4
+    append_round(writer, 1, "cde", passes=2, limit=5)
+    append_round(writer, 2, "f")
+    assert "".join(reader[visit].id for visit in range(10)) == "abab" + "cdecd" + "f"
+    assert len(reader) == 10
+    assert (reader.rounds, reader.rng) == (3, "after 2")
+    assert [reader.round_of(visit) for visit in range(11)] == [0] * 4 + [1] * 5 + [2, 3]
+    assert [reader.visits_before(number) for number in range(5)] == [0, 4, 9, 10, 10]
+    with pytest.raises(IndexError):
+        reader[10]
+
+
+@pytest.mark.parametrize("lost", [1, 20, 60, 100])
+def test_a_round_that_a_kill_left_incomplete_does_not_exist(tmp_path: Path, lost: int) -> None:
+    path = tmp_path / "tasks.jsonl"
+    tasks = StreamedTasks(path)
+    append_round(tasks, 0, "ab")
+    complete = path.stat().st_size
+    append_round(tasks, 1, "cde")
+    os.truncate(path, max(complete, path.stat().st_size - lost))
+    torn = StreamedTasks(path)
+    assert (len(torn), torn.rounds) == (2, 1)
+    append_round(torn, 1, "xy")
+    assert "".join(StreamedTasks(path)[visit].id for visit in range(4)) == "abxy"
+
+
+def test_tasks_of_a_stream_are_rounds_of_one_also_before_rounds_of_a_producer(tmp_path: Path) -> None:
+    tasks = StreamedTasks(tmp_path / "tasks.jsonl")
+    for number in range(3):
+        tasks.append(task(number))
+    assert tasks.rounds == 3
+    append_round(tasks, 3, "ab", passes=2)
+    tasks.append(task(4))
+    found = StreamedTasks(tmp_path / "tasks.jsonl")
+    assert len(found) == 8
+    assert [found[visit].id for visit in range(8)] == ["t0", "t1", "t2", *"abab", "t4"]
+    assert [found.round_of(visit) for visit in range(9)] == [0, 1, 2, 3, 3, 3, 3, 4, 5]
+    assert [found.visits_before(number) for number in range(6)] == [0, 1, 2, 3, 7, 8]
 
 
 # ---------------------------------------------------------------------------------------------------------- scheduler
@@ -100,7 +149,7 @@ def test_only_tasks_that_have_arrived_are_admitted_in_their_order() -> None:
     assert admitted(scheduler.handle(ev.RunStarted({"e0": 0}))) == []
     assert admitted(scheduler.handle(ev.TasksAdded(2))) == [0, 1]
     assert admitted(scheduler.handle(ev.TasksAdded(3))) == [2]
-    assert scheduler.issued == 3
+    assert scheduler.demand.issued == 3
     assert "stream" in scheduler.waiting_reason()
 
 
@@ -130,8 +179,11 @@ def test_a_resumed_run_issues_open_visits_first_and_then_the_tasks_that_were_jou
 
 
 class FakeScheduler:
-    settings = replace(STREAMED, groups_per_step=2)
-    issued = 0
+    issued = version = 0
+
+    @property
+    def demand(self) -> TaskDemand:
+        return TaskDemand(self.issued, self.issued, starved=False, on_policy=True)
 
 
 async def feed(stream: TaskStream, path: Path, scheduler: Any) -> list[ev.TasksAdded]:
@@ -143,22 +195,27 @@ async def feed(stream: TaskStream, path: Path, scheduler: Any) -> list[ev.TasksA
         posted.append(event)
         scheduler.issued = event.total
 
-    await TaskFeed(stream, StreamedTasks(path), scheduler, post).run()
+    await stream_feed(stream, path, scheduler, post).run()
     return posted
+
+
+def stream_feed(stream: TaskStream, path: Path, scheduler: Any, post: Any) -> TaskFeed:
+    tasks = StreamedTasks(path)
+    return TaskFeed(StreamRounds(stream, tasks, groups_per_step=2), tasks, scheduler, post)
 
 
 async def test_tasks_are_journaled_before_they_are_announced_and_asked_for_once(tmp_path: Path) -> None:
     path, first, second = tmp_path / "tasks.jsonl", Counted(2), Counted(4)
     assert await feed(first, path, FakeScheduler()) == [*map(ev.TasksAdded, range(3)), ev.TasksAdded(2, ended=True)]
     announced = await feed(second, path, FakeScheduler())
-    assert announced == [*map(ev.TasksAdded, range(2, 5)), ev.TasksAdded(4, ended=True)]
+    assert announced == [*map(ev.TasksAdded, range(5)), ev.TasksAdded(4, ended=True)]
     assert (first.asked, second.asked) == ([0, 1, 2], [2, 3, 4])
     assert [StreamedTasks(path)[index] for index in range(4)] == [task(number) for number in range(4)]
 
 
 async def test_the_feed_takes_no_more_than_one_batch_ahead(tmp_path: Path) -> None:
     stream, scheduler, announced = Counted(100), FakeScheduler(), asyncio.Queue[Any]()
-    fed = TaskFeed(stream, StreamedTasks(tmp_path / "tasks.jsonl"), scheduler, announced.put_nowait)  # type: ignore[arg-type]
+    fed = stream_feed(stream, tmp_path / "tasks.jsonl", scheduler, announced.put_nowait)
     running = asyncio.create_task(fed.run())
     while (await announced.get()).total < 2:
         pass
@@ -213,7 +270,8 @@ async def test_an_invalid_task_ends_the_run_and_keeps_the_tasks_before_it(tmp_pa
         await feed(stream, path, FakeScheduler())
     assert StreamedTasks(path)[0] == task(0)
     stream.second = None  # mended; the next run asks for the task again
-    assert await feed(stream, path, FakeScheduler()) == [ev.TasksAdded(1), ev.TasksAdded(1, ended=True)]
+    announced = await feed(stream, path, FakeScheduler())
+    assert announced == [ev.TasksAdded(0), ev.TasksAdded(1), ev.TasksAdded(1, ended=True)]
 
 
 class Failing:

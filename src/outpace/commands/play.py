@@ -36,7 +36,7 @@ from outpace.rollouts.episode import run_episode, total_return
 from outpace.rollouts.human import HumanClient, HumanTurn, TypedAnswer, is_call, read_answer, read_call, tool_signature
 from outpace.rollouts.worker import RewardFunctions
 from outpace.run.build import build_reward_functions
-from outpace.run.plan import check_user_code
+from outpace.run.plan import NOT_GRADED, check_functions
 from outpace.runtime import async_tools
 from outpace.tasks.registry import open_tasks
 from outpace.types import Episode, Message, Task
@@ -251,7 +251,8 @@ def play(
     train, _ = open_tasks(resolved)
     if isinstance(train, TaskStream):
         raise BadInput("tasks.name: play needs tasks with an index, not a stream")
-    check_user_code(resolved, (), {}, train[0])
+    if not check_functions(resolved, (), {}, train[0])[1]:
+        raise BadInput(NOT_GRADED)
     first = None if task is None else index_of(task, train)
     render = _prompt_renderer(resolved) if raw else None
     terminal = Terminal(console or Console(highlight=False), read or read_line, render)

@@ -68,7 +68,7 @@ def unset_defaults(config: Config, own_tasks: bool, now: datetime | None = None)
         unset["learner.lr"] = ADAPTER_LR.get(config.model.path, OTHER_ADAPTER_LR)
     if config.run.epochs is None:
         unset["run.steps"] = DEFAULT_STEPS
-    if config.tasks.path is None and not own_tasks:
+    if config.tasks.path is None and config.tasks.producer is None and not own_tasks:
         unset["tasks.name"] = DEFAULT_TASK
     if config.run.deterministic:
         unset["engine.context"] = DETERMINISTIC_CONTEXTS.get(config.model.path)
@@ -246,6 +246,10 @@ def _dependent_defaults(config: Config) -> Values:
         "lora.alpha": 2.0 * config.lora.rank if config.lora.rank > 0 else None,
         "critic.lr": 10 * config.learner.lr if estimator.critic and config.learner.lr else None,
     }
+    if is_set(config, "producer.num_iterations"):
+        defaults["algorithm.epochs_per_batch"] = config.producer.num_iterations
+    else:
+        defaults["producer.num_iterations"] = config.algorithm.epochs_per_batch
     if config.filter.uniform is None:
         defaults["filter.uniform"] = estimator.needs_peers
     return defaults

@@ -28,6 +28,7 @@ from outpace.config.algorithm import (
 )
 from outpace.config.base import OpenedBy, Section
 from outpace.config.engines import EngineConfig, LaunchConfig, LoraConfig, WeightsConfig
+from outpace.config.producer import ProducerConfig
 from outpace.config.reporting import ReportConfig
 
 
@@ -143,13 +144,16 @@ class ModelConfig(Section):
 class TasksConfig(Section):
     """The tasks to train and evaluate on.
 
-    Set `tasks.name` or `tasks.path`, not both.
+    Set one of `tasks.name`, `tasks.path` and `tasks.producer`.
     """
 
     name: str | None = None
-    """A built-in or registered task. Default: `countdown`, unless `path` is set."""
+    """A built-in or registered task. Default: `countdown`, unless `path` or `producer` is set."""
     path: str | None = None
     """A JSONL or parquet file, or a Hugging Face dataset directory or name, with a `prompt` column."""
+    producer: str | None = None
+    """A data producer that supplies fresh tasks each round, as `package.module:Class`. Its settings are in
+    `[producer]`."""
     split: str = "train"
     """Split of a Hugging Face dataset to train on."""
     eval_path: str | None = None
@@ -398,6 +402,7 @@ class Config(Section):
 
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
+    producer: ProducerConfig = ProducerConfig()
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
     tools: ToolsConfig = ToolsConfig()

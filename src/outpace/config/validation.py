@@ -112,6 +112,7 @@ TASK_ENVIRONMENTS = {
 
 FUNCTION_KEYS = (
     "tasks.name",
+    "tasks.producer",
     "rollout.function",
     "rollout.environment",
     "policy_loss.name",
@@ -206,13 +207,23 @@ def _default_rewards(task: str) -> list[str] | None:
 
 
 def _check_task_source(config: Config) -> Iterator[str]:
-    if config.tasks.name is not None and config.tasks.path is not None:
-        yield f"tasks.path: tasks.name is also set, to {config.tasks.name}; remove one of the two"
+    tasks = config.tasks
+    ways = {"tasks.name": tasks.name, "tasks.path": tasks.path, "tasks.producer": tasks.producer}
+    (first, named), *others = [(way, value) for way, value in ways.items() if value is not None] or [("", "")]
+    for other, _ in others:
+        yield f"{other}: {first} is also set, to {named}; remove one of the two"
 
 
-def _check_task_options(config: Config) -> Iterator[str]:
+def _check_producer(config: Config) -> Iterator[str]:
+    passes, epochs = config.producer.num_iterations, config.algorithm.epochs_per_batch
+    if passes != epochs:
+        yield f"producer.num_iterations: is {passes}, but algorithm.epochs_per_batch is {epochs}; set one of the two"
+
+
+def _check_options(config: Config) -> Iterator[str]:
     """Reject values that TOML cannot hold: the config of a run is saved as TOML."""
-    for place, value in _leaves("tasks.options", config.tasks.options):
+    options = (("tasks.options", config.tasks.options), ("producer.options", config.producer.options))
+    for place, value in (leaf for name, table in options for leaf in _leaves(name, table)):
         if value is None:
             yield f"{place}: null is not supported; leave it out, or use another value that the task treats as none"
         elif not isinstance(value, str | int | float):
@@ -324,7 +335,8 @@ def _check_report(config: Config) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (
     _check_task_source,
-    _check_task_options,
+    _check_producer,
+    _check_options,
     _check_rewards,
     _check_duplicates,
     _check_judge,

@@ -11,7 +11,7 @@
     actions are carried out by `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions`
     (weights, evaluations). Beside them: `ComponentSupervisor` restarts dead engines and workers (EngineLost,
     EngineJoined), `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes
-    engines, `Watchdog` detects stalls, `TaskFeed` takes tasks from a stream.
+    engines, `Watchdog` detects stalls, `TaskFeed` takes tasks from a stream or a producer.
 
 The loop waits for the queue only. It is filled by the tasks above, the supervisor and signals. If nothing arrives for
 `stall_s`, the run ends as stalled, and the error says what each component waits for.
@@ -29,20 +29,28 @@ from typing import Any
 
 from outpace.config import Config
 from outpace.controller import events as ev
-from outpace.controller.engine_registry import Components, EngineRegistry, FleetMembership, StartEngine
+from outpace.controller.engine_registry import (
+    PRODUCER,
+    Components,
+    EngineRegistry,
+    FleetMembership,
+    PostEvent,
+    StartEngine,
+)
 from outpace.controller.evaluation import Evaluator
-from outpace.controller.failure_budget import LimitReached
+from outpace.controller.failure_budget import EndWithCheckpoint
 from outpace.controller.groups import GroupTracker
 from outpace.controller.policy_versions import PolicyVersions
 from outpace.controller.recorder import Recorder
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, Watchdog
-from outpace.controller.task_feed import TaskFeed
+from outpace.controller.task_feed import ProducerRounds, StreamRounds, TaskFeed
 from outpace.controller.training import SaveCheckpoint, Training
 from outpace.errors import ComponentFailed, ComponentLost, Stalled
 from outpace.protocols import TaskStream
 from outpace.runtime import diagnostics
+from outpace.tasks.stream import FILE as STREAM_FILE
 from outpace.tasks.stream import StreamedTasks
 from outpace.types import Version
 
@@ -66,10 +74,11 @@ class Driver:
         config: Config,
         recovered: RecoveredWork = NO_RECOVERED_WORK,
         start_engine: StartEngine | None = None,
-        stream: tuple[TaskStream, StreamedTasks] | None = None,
+        stream: TaskStream | None = None,
     ) -> None:
         """`recovered` is the work recovered from the journal, as given to the scheduler. `start_engine` starts further
-        engines; None: the fleet is fixed. `stream` gives tasks during the run and is journaled."""
+        engines; None: the fleet is fixed. `stream`, or the producer among the components, gives tasks during the
+        run."""
         self._scheduler = scheduler
         self._components = components
         self._recorder = recorder
@@ -79,7 +88,7 @@ class Driver:
         self._awaited_tasks: set[asyncio.Task[None]] = set()  # tasks that the end of the run waits for
         self._watchdog = Watchdog(config.run.stall_s)
         sockets = {name: components.sockets.get(name, "") for name in components.engines}
-        self._registry = EngineRegistry(sockets, components.workers)
+        self._registry = EngineRegistry(sockets, components.samplers)
         self._supervisor = ComponentSupervisor(
             components.runtime,
             components.names,
@@ -118,9 +127,23 @@ class Driver:
             if start_engine
             else None
         )
-        self._feed = TaskFeed(*stream, scheduler, post) if stream else None
+        self._feed = self._task_feed(stream, config, post)
         self._finish: str | None = None
-        self._limit_reached: LimitReached | None = None
+        self._ended_by: EndWithCheckpoint | None = None
+
+    def _task_feed(self, stream: TaskStream | None, config: Config, post: PostEvent) -> TaskFeed | None:
+        producer = self._components.producer
+        if stream is None and producer is None:
+            return None
+        tasks = StreamedTasks(self._recorder.log.dir / "journal" / STREAM_FILE)
+        if stream is not None:
+            return TaskFeed(StreamRounds(stream, tasks, config.pacing.groups_per_step), tasks, self._scheduler, post)
+        assert producer is not None
+
+        async def produce(number: int, step: Version) -> None:
+            await self._supervisor.call(PRODUCER, lambda: producer.produce(number, step))
+
+        return TaskFeed(ProducerRounds(config.producer, tasks, produce), tasks, self._scheduler, post)
 
     async def run(self, served: dict[str, Version]) -> str:
         """Drive the scheduler from start to finish; return the reason it finished."""
@@ -143,8 +166,8 @@ class Driver:
             await self._complete()
         finally:
             await self._cancel_tasks()
-        if self._limit_reached is not None:
-            raise self._limit_reached
+        if self._ended_by is not None:
+            raise self._ended_by
         return self._finish
 
     def stop(self) -> None:
@@ -165,8 +188,8 @@ class Driver:
     async def _next(self) -> ev.Event:
         item = await self._queue.get()
         self._watchdog.record_progress()
-        if isinstance(item, LimitReached) and self._scheduler.version > 0:
-            self._limit_reached = item
+        if isinstance(item, EndWithCheckpoint) and self._scheduler.version > 0:
+            self._ended_by = self._ended_by or item
             return ev.StopRequested()  # write a checkpoint first; the error is raised after it
         if isinstance(item, BaseException):
             raise await self._find_cause(item)
@@ -181,7 +204,8 @@ class Driver:
             verdict = self._watchdog.tick(awake.lap())
             if verdict == "fine":
                 continue
-            reason = f"no progress for {self._watchdog.stalled_s:.1f} s: {self._scheduler.waiting_reason()}"
+            waits = [self._scheduler.waiting_reason(), "" if self._feed is None else self._feed.waiting_reason]
+            reason = f"no progress for {self._watchdog.stalled_s:.1f} s: {'; '.join(filter(None, waits))}"
             self._recorder.console.status(reason)
             path = await asyncio.to_thread(self._recorder.log.stall, reason, await self._components.runtime.dump())
             if verdict == "end":
@@ -272,7 +296,7 @@ class Driver:
     async def _raise_failures(self) -> None:
         while not self._queue.empty():
             item = self._queue.get_nowait()
-            if isinstance(item, BaseException) and not (self._limit_reached and isinstance(item, LimitReached)):
+            if isinstance(item, BaseException) and not (self._ended_by and isinstance(item, EndWithCheckpoint)):
                 raise await self._find_cause(item)
 
     async def _cancel_tasks(self) -> None:

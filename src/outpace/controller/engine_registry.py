@@ -28,7 +28,7 @@ from outpace.controller import events as ev
 from outpace.controller.supervisor import ComponentSupervisor
 from outpace.errors import ComponentFailed, ComponentLost, OutpaceError, one_line
 from outpace.monitoring import fleet_orders
-from outpace.protocols import Engine, Learner, Worker
+from outpace.protocols import Engine, Learner, Producer, Worker
 from outpace.runtime.components import Runtime
 from outpace.types import FleetMember, Version
 
@@ -36,7 +36,7 @@ from outpace.types import FleetMember, Version
 class EngineRegistry:
     """The engines of a run and what each serves, kept in sync with all workers."""
 
-    def __init__(self, sockets: Mapping[str, str], workers: Mapping[str, Worker]) -> None:
+    def __init__(self, sockets: Mapping[str, str], workers: Mapping[str, Worker | Producer]) -> None:
         """`sockets` maps each engine to the socket on which workers call it."""
         self._members = {name: FleetMember(name, socket, serves=False) for name, socket in sockets.items()}
         self._workers = workers
@@ -118,6 +118,7 @@ class EngineRegistry:
 
 
 LEARNER = "learner"
+PRODUCER = "producer"
 
 PostEvent = Callable[[ev.Event | BaseException], None]
 """Puts an event into the driver's queue, or the error that must end the run."""
@@ -133,10 +134,16 @@ class Components:
     runtime: Runtime
     sockets: dict[str, str] = field(default_factory=dict)  # on which workers call each engine
     urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was already running
+    producer: Producer | None = None
 
     @property
     def names(self) -> list[str]:
-        return [LEARNER, *self.engines, *self.workers]
+        return [LEARNER, *self.engines, *self.samplers]
+
+    @property
+    def samplers(self) -> dict[str, Worker | Producer]:
+        """The components that call engines."""
+        return {**self.workers, **({} if self.producer is None else {PRODUCER: self.producer})}
 
 
 ORDER_POLL_S = 1.0

@@ -30,6 +30,7 @@ class GroupClosed:
     reward: float | None = None  # mean over its attempts; None: it failed or no attempt was scored
     reward_std: float = 0.0  # standard deviation of the rewards over its attempts
     best: float | None = None  # highest reward of an attempt; None as for `reward`
+    supplied: bool = False  # its attempts came with the task, and may be older than its min_version
 
 
 @dataclass(frozen=True)

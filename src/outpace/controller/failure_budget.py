@@ -21,8 +21,12 @@ FILTERED = 1024
 be hit more rarely: once in 10^9."""
 
 
-class LimitReached(ComponentFailed):
-    """Too many groups in a row failed or were filtered. The steps trained so far are worth a checkpoint."""
+class EndWithCheckpoint(ComponentFailed):
+    """User code failed in a way that must end the run. The steps trained so far are worth a checkpoint."""
+
+
+class LimitReached(EndWithCheckpoint):
+    """Too many groups in a row failed or were filtered."""
 
 
 class FailureBudget:

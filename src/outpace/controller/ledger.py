@@ -152,6 +152,11 @@ class Ledger:
         return left + self.rerolls.due if left or self._arriving else 0
 
     @property
+    def oldest_open(self) -> int:
+        """The first visit that is not finalized."""
+        return min((*self._open, *self._queue), default=self.cursor)
+
+    @property
     def exhausted(self) -> bool:
         """Whether no visit can be issued, now or later."""
         return self.left == 0 and not self._arriving

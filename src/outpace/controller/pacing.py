@@ -203,6 +203,16 @@ class PipelineLoad:
     lag: int  # the governor's limit; warmup can lower it further
 
 
+@dataclass(frozen=True)
+class TaskDemand:
+    """The state of the pipeline that decides when further tasks are asked for, if they arrive during the run."""
+
+    issued: int  # visits since the run began
+    oldest_open: int  # the first visit that is not finalized
+    starved: bool  # nothing runs, and nothing can be trained without further tasks
+    on_policy: bool  # every engine serves the newest version
+
+
 class Pacing:
     """The admission rule. Stateless: every call takes the current load."""
 

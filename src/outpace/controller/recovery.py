@@ -140,4 +140,5 @@ def group_closed_event(report: GroupReport) -> GroupClosed:
     rewards = report.rewards if report.outcome != "failed" else []
     reward = fmean(rewards) if rewards else None
     reward_std = sqrt(fmean((value - reward) ** 2 for value in rewards)) if reward is not None else 0.0
-    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std, max(rewards, default=None))
+    best = max(rewards, default=None)
+    return GroupClosed(report.group, report.outcome, report.oldest, reward, reward_std, best, report.supplied)

@@ -35,7 +35,7 @@ from outpace.controller import events as ev
 from outpace.controller.batcher import Batcher, ReplayPool
 from outpace.controller.curriculum import Curriculum, RerollQueue
 from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
-from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings
+from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings, TaskDemand
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, SchedulerState, group_closed_event
 from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
 from outpace.errors import plural
@@ -159,9 +159,10 @@ class Scheduler:
         return self.settings.is_last(self.version) or (self._ledger.exhausted and not self.running + self.finished)
 
     @property
-    def issued(self) -> int:
-        """Number of visits issued since the run began."""
-        return self._ledger.cursor
+    def demand(self) -> TaskDemand:
+        starved = self._started and self._ledger.left == 0 and not self.running and self._learner == "idle"
+        on_policy = not self._publishing and self._publisher.all_newest
+        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy)
 
     @property
     def _oldest_serving(self) -> Version:
@@ -244,8 +245,7 @@ class Scheduler:
         self._difficulty.record(event.group, group.task, group.epoch, event.reward)
         self.rerolls.group_closed(group, event)
         if event.outcome == "finished":
-            least = group.min_version
-            assert event.oldest >= least, f"group {event.group} has tokens older than its min_version {least}"
+            assert event.supplied or event.oldest >= group.min_version, f"group {event.group} has older tokens"
             self.replay.group_finished(event.group, event.reward_std)
             self._batcher.finish(event.group)
             self._ledger.finish(group.position)
@@ -365,6 +365,7 @@ class Scheduler:
                 self.settings.group_size,
                 position=position,
                 recorded=recorded,
+                version=min_version if self.settings.deterministic else self.version,  # not timing
                 # Seeded by the visit: rerunning it after a kill samples the same completions, so that kills do not
                 # favor short ones. A visit that was cancelled for being slow gets a fresh draw.
                 draw=REPEATED_DRAWS + group if position in self._requeued else position,

@@ -78,6 +78,11 @@ class WeightPublisher:
         """Newest version that every serving engine has reached; None if no engine serves."""
         return min(self._versions, default=None)
 
+    @property
+    def all_newest(self) -> bool:
+        """Whether every serving engine has the newest published version, and there is one that serves."""
+        return not self.loading and self.newest is not None and self.served_by_all == self.newest
+
     def oldest_from(self, floor: Version) -> Version:
         """Return the oldest serving version, ignoring engines that are behind and older than `floor` if there are
         others."""

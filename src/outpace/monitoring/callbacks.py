@@ -89,6 +89,17 @@ class Callback:
         """The checkpoint of `step` is complete in the directory `path`."""
 
 
+class DataProducerCallback(Callback):
+    """A data producer that also inherits from this class is registered as a callback."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a run in this process: the producer's process gets a copy."""
+        return {name: value for name, value in vars(self).items() if name != "_request_stop"}
+
+    def on_rollout_end(self, *args: Any, **kwargs: Any) -> Any:
+        """The hook of the producer. The event of this name is not sent to a producer."""
+
+
 class CallbackRunner:
     """Runs callbacks on a dedicated thread. Without callbacks no thread is started and `post` does nothing."""
 
@@ -182,6 +193,8 @@ class CallbackRunner:
 
     async def _call(self, event: Event, args: tuple[Any, ...]) -> None:
         for callback in self._callbacks:
+            if event == "on_rollout_end" and isinstance(callback, DataProducerCallback):
+                continue
             self._current = f"{type(callback).__name__}.{event}"
             try:
                 result = getattr(callback, event)(*args)

@@ -287,8 +287,9 @@ def record_group(meter: Meter, report: GroupReport) -> None:
         meter.add("reward/std", reward)
     for function, reward in report.reward_parts.items():
         meter.add(f"reward/{function}", reward, len(report.rewards))
-    if report.episodes:
+    if report.episodes and not report.supplied:
         meter.add("completions/mean_length", report.tokens_sampled / report.episodes, report.episodes)
+    if report.episodes:
         meter.add("completions/clipped_ratio", report.truncated / report.episodes, report.episodes)
     for name, value in report.metrics.items():
         meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))

@@ -67,8 +67,10 @@ class PolicyClient:
         openings: RenderedPrompts | None = None,
         gateway: Gateway | None = None,
         turns: RecordedTurns | None = None,
+        any_distribution: bool = False,
     ) -> None:
-        """`openings` and `turns` are shared by the episodes of a group."""
+        """`openings` and `turns` are shared by the episodes of a group. `any_distribution`: requests may change the
+        sampling distribution, as in evaluation."""
         self.engine = engine
         self.chat_format = chat_format
         assert config.rollout.max_tokens is not None, "the config must be resolved"
@@ -80,7 +82,7 @@ class PolicyClient:
         self._sampler = TurnSampler(
             chat_format,
             config.model.system_prompt,
-            EpisodeRequests(engine, config, order, episode, turns),
+            EpisodeRequests(engine, config, order, episode, turns, any_distribution),
             ConversationIndex(chat_format, {} if openings is None else openings),
         )
         self._main = Conversation(self._sampler, POLICY)

@@ -18,17 +18,18 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
+from outpace.algorithms.token_advantages import trajectory_problem, turn_numbers
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
 from outpace.protocols import ModelClient, Rollout
-from outpace.rollouts.transcript import trajectory_problem
 from outpace.runtime import async_tools
-from outpace.types import Episode, Message, Task, Trajectory
+from outpace.types import Episode, Message, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from outpace.rollouts.client import PolicyClient
@@ -78,6 +79,61 @@ def total_return(episode: Episode) -> float:
     return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
 
 
+def has_reward(episode: Episode) -> bool:
+    """Return whether a reward was set by what made the episode."""
+    own = (kept.reward is not None or len(kept.turn_rewards) for kept in episode.trajectories)
+    return bool(episode.rewards) or episode.reward != 0 or any(own)
+
+
+def take_episodes(
+    task: Task, newest: Version | None, decode: Callable[[Sequence[int]], str]
+) -> tuple[Task, list[Episode]]:
+    """Return a task without its episodes, and the episodes as a rollout would have returned them.
+
+    Text that is missing is decoded, and rewards without a total are added up. No version is above `newest`: a run that
+    resumes from an older checkpoint has lost the weights that sampled the newer tokens."""
+    if not task.prompt:
+        task = msgspec.structs.replace(task, prompt=decode(_first_prompt(task.episodes)))
+    totals = any(episode.reward for episode in task.episodes)
+    episodes = [
+        msgspec.structs.replace(
+            episode,
+            trajectories=[_not_newer(kept, newest) for kept in episode.trajectories],
+            completion=episode.completion or _in_form_of(task.prompt, decode(_last_turn(episode))),
+            rewards=episode.rewards or ({"rollout": episode.reward} if totals else {}),
+            reward=episode.reward if totals else sum(episode.rewards.values()),
+        )
+        for episode in task.episodes
+    ]
+    return msgspec.structs.replace(task, episodes=[]), episodes
+
+
+def _not_newer(trajectory: Trajectory, newest: Version | None) -> Trajectory:
+    if newest is None or not (trajectory.versions > newest).any():
+        return trajectory
+    return msgspec.structs.replace(trajectory, versions=np.minimum(trajectory.versions, np.int32(newest)))
+
+
+def _first_prompt(episodes: Sequence[Episode]) -> list[int]:
+    kept = next((kept for episode in episodes for kept in episode.trajectories if kept.mask.any()), None)
+    return [] if kept is None else kept.tokens[: int(kept.mask.argmax())].tolist()
+
+
+def _last_turn(episode: Episode) -> list[int]:
+    """Return the token ids of the last answer."""
+    kept = next((kept for kept in reversed(episode.trajectories) if kept.mask.any()), None)
+    if kept is None:
+        return []
+    turn_T = turn_numbers(kept.mask)
+    ids: list[int] = kept.tokens[kept.mask][turn_T == turn_T[-1]].tolist()
+    return ids
+
+
+def _in_form_of(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """Return an answer in the form of the prompt: messages for a message prompt, text for a text prompt."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
 def _fatal_error(error: BaseException) -> ComponentFailed | BadInput | None:
     """Return the error that must end the run, if there is one. Looks inside exception groups."""
     if isinstance(error, BaseExceptionGroup):
@@ -86,7 +142,7 @@ def _fatal_error(error: BaseException) -> ComponentFailed | BadInput | None:
 
 
 def _as_episode(returned: object, task: Task, client: PolicyClient) -> Episode:
-    last = _last_answer(task, client)
+    last = _in_form_of(task.prompt, client.newest.text if client.newest else "")
     rewards: dict[str, float] = {}
     if isinstance(returned, Episode):
         returned = msgspec.structs.replace(
@@ -131,12 +187,6 @@ def _stop(client: PolicyClient) -> str:
 def _client_metrics(client: PolicyClient) -> dict[str, float]:
     """Return the metrics of an episode with several answers."""
     return {"breaks": float(client.breaks)} if client.answers > 1 else {}
-
-
-def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
-    """Return the newest answer in the form of the prompt: messages for a message prompt, text for a text prompt."""
-    text = client.newest.text if client.newest else ""
-    return text if isinstance(task.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _checked(episode: Episode, client: PolicyClient) -> Episode:

@@ -91,11 +91,12 @@ def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
     """Return why too few episodes are left, with the first episode error, or an empty string."""
-    error = next((episode.error for episode in episodes if episode.error), "no attempt was made")
+    error = next((episode.error for episode in episodes if episode.error), "")
     if succeeded == 0:
-        return error
+        return error or "no attempt was made"
     if succeeded < least:
-        return f"{succeeded} of {plural(len(episodes), 'attempt')} succeeded, filter.min_group is {least}: {error}"
+        because = f": {error}" if error else ""
+        return f"{succeeded} of {plural(len(episodes), 'attempt')} succeeded, filter.min_group is {least}{because}"
     return ""
 
 

@@ -93,6 +93,7 @@ class EpisodeRequests:
         order: GroupOrder,
         episode: int,
         turns: RecordedTurns | None = None,
+        any_distribution: bool = False,
     ) -> None:
         self._engine = engine
         self._rollout = config.rollout
@@ -100,6 +101,7 @@ class EpisodeRequests:
         if order.heldout:
             self._seed = config.eval.seed
             self._temperature = self._temperature if config.eval.temperature is None else config.eval.temperature
+        self._any_distribution = any_distribution or order.heldout
         self._order = order
         self._episode = episode
         self._turns = turns
@@ -110,11 +112,11 @@ class EpisodeRequests:
         self.abandoned = 0  # tokens in abandoned answers
 
     def reserve(self, stop_ids: Sequence[int], overrides: dict[str, Any]) -> ReservedRequest:
-        """Assign the next id and seed. `overrides` replace sampling settings; in training, temperature, top_p and top_k
-        must stay as configured."""
+        """Assign the next id and seed. `overrides` replace sampling settings; for tokens to train on, temperature,
+        top_p and top_k must stay as configured."""
         rollout, number = self._rollout, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
-        if not self._order.heldout:
+        if not self._any_distribution:
             _check_distribution(rollout, overrides)
         fields: dict[str, Any] = {
             "max_tokens": rollout.max_tokens,

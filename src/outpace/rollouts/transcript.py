@@ -11,17 +11,14 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from zlib import crc32
 
 import numpy as np
 
-from outpace.algorithms.token_advantages import turn_numbers
-from outpace.errors import ComponentFailed, one_line
-from outpace.types import OBSERVED, Generation, Ints, Trajectory, Version
+from outpace.errors import ComponentFailed
+from outpace.types import OBSERVED, Generation, Ints, Trajectory
 
 OBSERVATION = "observation"
 """Source of text that is not a chat message."""
@@ -79,42 +76,6 @@ class TrajectoryBuilder:
             turn_rewards=np.array(turn_rewards, dtype=np.float32),
             sources=[", ".join(sources) for sources in self._sources],
         )
-
-
-def trajectory_problem(trajectory: Trajectory, min_version: Version = 0) -> str | None:
-    """Return why a trajectory cannot be trained on, or None. A rollout may have built it by hand.
-
-    Tokens sampled before `min_version` would exceed the staleness bound."""
-    columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
-    if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
-        return "its columns must be one-dimensional arrays"
-    if len({len(column) for column in columns}) != 1:
-        return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
-    if trajectory.mask.dtype != np.bool_:
-        return f"its mask has dtype {trajectory.mask.dtype}, not bool"
-    if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
-        return "a sampled token has no finite logprob"
-    if (trajectory.versions[trajectory.mask] < 0).any():
-        return "a sampled token has no version"
-    if (trajectory.versions[trajectory.mask] < min_version).any():
-        oldest = int(trajectory.versions[trajectory.mask].min())
-        return f"a sampled token has version {oldest}, older than the min_version {min_version} of its group"
-    return _reward_problem(trajectory)
-
-
-def _reward_problem(trajectory: Trajectory) -> str | None:
-    """Return why the rewards are invalid, or None. A bad reward would corrupt the advantages of the whole group."""
-    reward, turn_rewards = trajectory.reward, trajectory.turn_rewards
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-        return f"its reward is {one_line(repr(reward), 60)}, not a finite number"
-    if not isinstance(turn_rewards, np.ndarray) or turn_rewards.ndim != 1 or turn_rewards.dtype.kind not in "fiu":
-        return "its turn rewards are not a one-dimensional array of numbers"
-    if not np.isfinite(turn_rewards).all():
-        return "a turn reward is not finite"
-    turns = len(set(turn_numbers(trajectory.mask).tolist()))
-    if len(turn_rewards) not in (0, turns):
-        return f"it has {len(turn_rewards)} turn rewards and {turns} turn{'s' * (turns != 1)}"
-    return None
 
 
 @dataclass(eq=False, slots=True)

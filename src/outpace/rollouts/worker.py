@@ -1,6 +1,7 @@
 """Rollout worker: runs the episodes of a group order, scores the group, writes it to the journal and reports metadata.
 
     order ─▶ episodes, concurrently ─▶ grade together ─▶ shape rewards ─▶ score group ─▶ journal ─▶ report
+    task with episodes ──────────────▶ if they have no rewards ─────────────▶
 
 Invariants
 - A finished group is in the journal before its report reaches the controller.
@@ -41,7 +42,7 @@ from outpace.rewards.grading import GradedCompletion, GraderPool, apply_overlong
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
 from outpace.rollouts.client import PolicyClient, RenderedPrompts
-from outpace.rollouts.episode import failed_episode, run_episode
+from outpace.rollouts.episode import failed_episode, has_reward, run_episode, take_episodes
 from outpace.rollouts.gateway.server import Gateway
 from outpace.rollouts.group_scoring import (
     ScoredGroup,
@@ -184,7 +185,8 @@ class RolloutWorker:
     def _render_prompts(self, count: int) -> list[Ints]:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
         source = self._train if len(self._train) else self._heldout or ()  # a stream may not have begun
-        prompts = [source[index].prompt for index in range(min(count, len(source)))] or [PROBE_PROMPT]
+        given = [source[index].prompt for index in range(min(count, len(source)))]
+        prompts = [prompt for prompt in given if prompt] or [PROBE_PROMPT]
         chats = [as_messages(prompt, self._config.model.system_prompt) for prompt in prompts]
         return [np.array(self._chat_format.open(chat), dtype=np.int32) for chat in chats]
 
@@ -215,17 +217,22 @@ class RolloutWorker:
     async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
-        await turns.load()
-        ended = await self._episodes(task, clients)
+        supplied = bool(task.episodes)
+        if supplied:
+            task, episodes = await asyncio.to_thread(take_episodes, task, order.version, self._chat_format.decode)
+            clients = self._clients(msgspec.structs.replace(order, size=len(episodes)), turns)  # they sample nothing
+        else:
+            await turns.load()
+            episodes = await self._episodes(task, clients)
         diagnostics.crash_point("worker.episodes_done")
-        graded = await self._graded(task, ended, clients)
+        if not (supplied and any(map(has_reward, episodes))):
+            episodes = await self._rewarded(task, episodes, clients)
         diagnostics.crash_point("worker.graded")
-        episodes = [apply_overlong_penalty(episode, self._max_tokens, self._config.rewards) for episode in graded]
         verdict = await asyncio.to_thread(score_group, episodes, self._scoring)  # may call a custom estimator
         diagnostics.crash_point("worker.closed")
         report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
-        if turns.reused:
-            report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
+        metrics = {**report.metrics, REUSED: float(turns.reused)} if turns.reused else report.metrics
+        report = msgspec.structs.replace(report, metrics=metrics, supplied=supplied)
         record = self._record(order, task, episodes, verdict)
         if verdict.outcome == "finished":
             kept = FinishedGroup(order, msgspec.structs.replace(report, views=[]))
@@ -283,6 +290,11 @@ class RolloutWorker:
         limit = self._config.rollout.timeout_s
         return await gather_or_cancel(*(run_episode(self._rollout, task, client, limit) for client in clients))
 
+    async def _rewarded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
+        """Grade the episodes and shape their rewards."""
+        graded = await self._graded(task, episodes, clients)
+        return [apply_overlong_penalty(episode, self._max_tokens, self._config.rewards) for episode in graded]
+
     async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade all episodes that did not fail. If a reward function fails, all of them fail with its error."""
         ended = [episode for episode in episodes if episode.error is None]
@@ -327,15 +339,11 @@ class RolloutWorker:
         own = episode.rewards
         if not own and (episode.reward or not self._rewards.functions):
             own = {"rollout": episode.reward}
-        if graded.total is None and not own and not _has_trajectory_rewards(episode):
+        if graded.total is None and not own and not has_reward(episode):
             reason = "no reward function applies"
             return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
         return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
-
-
-def _has_trajectory_rewards(episode: Episode) -> bool:
-    return any(trajectory.reward is not None or len(trajectory.turn_rewards) for trajectory in episode.trajectories)
 
 
 def _ungraded(episode: Episode, reason: str, trace: str, failure: Failure) -> Episode:

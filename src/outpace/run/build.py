@@ -22,7 +22,7 @@ from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
 from outpace.hardware.placement import ON_CPU, GpuAssignment, placement_of
-from outpace.protocols import Engine, TaskStream
+from outpace.protocols import Engine, Learner, TaskStream
 from outpace.runtime import by_value
 from outpace.runtime.cleanup import temporary_files_environment
 from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Resources, RestartSettings
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 LEARNER = "learner"
+PRODUCER = "producer"
 SERVER_GRACE_S = 60.0
 """Added to `launch.start_s`, so that an engine component can report why its server did not start."""
 
@@ -52,7 +53,7 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     run_dir: str
     scratch: str
     index: int = 0  # engines only
-    url: str = ""  # of a running server; empty for embedded engines and servers to launch
+    url: str = ""  # of a running server; empty for embedded engines and servers to launch. Producer: learner's socket
 
     @property
     def parsed(self) -> Config:
@@ -67,8 +68,15 @@ class ComponentSpecs:
     """Builds the spec of every component for one start of a run."""
 
     def __init__(
-        self, config: Config, run_dir: Path, runtime_dir: Path, code: bytes = b"", learner_code: bytes = b""
+        self,
+        config: Config,
+        run_dir: Path,
+        runtime_dir: Path,
+        code: bytes = b"",
+        learner_code: bytes = b"",
+        producer_code: bytes | None = None,
     ) -> None:
+        """`producer_code`: None if the run has no data producer."""
         self.placement = placement_of(config)
         # Child processes see only their own GPUs, so settings that depend on all GPUs are resolved here.
         weights = config.weights.model_copy(update={"transport": self.placement.transport})
@@ -81,6 +89,7 @@ class ComponentSpecs:
         self._runtime_dir = runtime_dir
         self._code = code
         self._learner_code = learner_code
+        self._producer_code = producer_code
         self.sockets: dict[str, str] = {}  # engine name -> socket path
         self.assigned: dict[str, GpuAssignment] = {}  # engine name -> GPUs
         self._learner_socket = str(runtime_dir / f"{LEARNER}.sock")
@@ -136,7 +145,7 @@ class ComponentSpecs:
             settings=self._shared_settings,
             resources=_resources(learner_threads(self._config), self.placement.learner),
             code=self._learner_code,
-            listen=self._learner_socket if self._learner_sends else None,
+            listen=self._learner_socket if self._learner_sends or self._producer_code is not None else None,
             token=self._token,
         )
 
@@ -159,6 +168,24 @@ class ComponentSpecs:
             )
             for index in range(self._config.rollout.workers)
         ]
+
+    def producer(self) -> ComponentSpec | None:
+        if self._producer_code is None:
+            return None
+        inline = self._config.run.runtime == "inline"
+        return ComponentSpec(
+            PRODUCER,
+            "outpace.run.build:build_producer",
+            "outpace.protocols:Producer",
+            kind="producer",
+            settings=self._shared_settings | {"url": self._learner_socket},
+            resources=Resources(cpus=1, gpus=self.placement.workers),
+            restart=self._restart,
+            environment=self._temporary_files,
+            code=self._producer_code,
+            token=self._token,
+            peers={**self.sockets, LEARNER: self._learner_socket} if inline else {},  # as for workers
+        )
 
 
 def _resources(cpus: int, gpus: GpuAssignment) -> Resources:
@@ -300,21 +327,16 @@ def _worker(
     from outpace.tasks.stream import FILE as STREAM_FILE
     from outpace.tasks.stream import StreamedTasks
 
-    def connect(member: FleetMember) -> Awaitable[Engine]:
-        return reconnecting_proxy(Engine, member.socket, spec.token, member.name)
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
     config, name = settings.parsed, spec.name
     start_idle_threads(MAX_THREADS)
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    decode = _decoder(tokenizer)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     if train is None or isinstance(train, TaskStream):
         train = StreamedTasks(settings.journal / STREAM_FILE)
     return RolloutWorker(
         config=config,
-        engines=EngineFleet(peers, connect=connect, decode=decode),
+        engines=EngineFleet(peers, connect=_connector(spec), decode=decode),
         chat_format=chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
         heldout=heldout,
@@ -326,6 +348,51 @@ def _worker(
         turns=_turn_log(config, settings.journal, name),
         recorder=_recorder(config, settings, decode),
     )
+
+
+def _connector(spec: ComponentSpec) -> Callable[[FleetMember], Awaitable[Engine]]:
+    return lambda member: reconnecting_proxy(Engine, member.socket, spec.token, member.name)
+
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return decode
+
+
+async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
+    from outpace.engines.fleet import EngineFleet
+    from outpace.models.chat_format import chat_format_for
+    from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
+    from outpace.tasks.stream import FILE as STREAM_FILE
+    from outpace.tasks.stream import StreamedTasks
+
+    settings, given = component_settings(spec), by_value.unpickle_objects(spec.code)
+    config = settings.parsed
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    learner = peers.pop(LEARNER, None)
+
+    async def connect_learner() -> Learner:
+        nonlocal learner
+        if learner is None:
+            learner = await reconnecting_proxy(Learner, settings.url, spec.token, LEARNER)
+        return learner  # type: ignore[no-any-return]
+
+    model = ProducerModel(
+        config,
+        EngineFleet(peers, connect=_connector(spec), decode=_decoder(tokenizer)),
+        chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
+        connect_learner,
+    )
+    named = given.get("producer") or load_function(config.tasks.producer or "", "tasks.producer")
+    producer = await asyncio.to_thread(make_producer, named, config)
+    module = getattr(getattr(learner, "backend", None), "model", None)  # of a learner in this process
+    tasks = StreamedTasks(settings.journal / STREAM_FILE)
+    return ProducerHost(config, producer, tasks, model, tokenizer, module, given.get("graded", True))
 
 
 def _turn_log(config: Config, journal: Path, name: str) -> Any:

@@ -21,9 +21,10 @@ from outpace.checkpoint import commit
 from outpace.config import Config
 from outpace.config.defaults import with_values
 from outpace.config.load import CONFIG_FILE, load_config, python_objects_of, read_resolved
+from outpace.config.producer import ProducerConfig
 from outpace.config.validation import resolve
 from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
-from outpace.errors import BadInput, one_line, plural, with_article
+from outpace.errors import BadInput, one_line, plural
 from outpace.hardware.cores import check_dtype
 from outpace.hardware.placement import placement_of, uses_gpu
 from outpace.models.loading import resolve_model, tokenizer_digest
@@ -43,11 +44,17 @@ from outpace.run.objects import (
 )
 from outpace.runtime import by_value
 from outpace.runtime.references import load_function, refuse_while_importing
-from outpace.tasks.dataset import Dataset, Rows
+from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
+from outpace.tasks.producers import AsyncDataProducer
 from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
 from outpace.tasks.stream import STREAM_FINGERPRINT
 from outpace.types import Task
+
+NOT_GRADED = "rewards.functions: set at least one; no rollout or environment of this run gives a reward"
+
+BESIDE_LEARNER = ("eval_during_produce", "empty_cache_before_produce", "empty_cache_after_produce")
+"""Settings of a producer in the learner's process."""
 
 TasksArgument = TaskSource | TaskStream | Sequence[Mapping[str, Any]]
 
@@ -63,6 +70,7 @@ class UserObjects:
     environment: EnvironmentArgument | None = None
     tools: tuple[Callable[..., Any] | str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
+    producer: Any = None  # a `DataProducer`, or a class or function that makes one
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,27 @@ class RunPlan:
     heldout: int  # number of held-out tasks
     code: bytes = b""  # pickled user objects for the workers
     learner_code: bytes = b""  # pickled user objects for the learner
+    producer_code: bytes | None = None  # pickled user objects for the producer; None: the run has none
     objects: tuple[str, ...] = ()  # names of the user objects
     saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
     callbacks: list[Callback] = field(default_factory=list)
     resumes: bool = False  # the run was started before
     checkpoint: Path | None = None  # newest complete one; None: start from version 0
     quiet: bool = False
+
+    @property
+    def streamed(self) -> bool:
+        """Whether tasks arrive during the run."""
+        return self.stream is not None or self.producer_code is not None
+
+    @property
+    def producer_warning(self) -> str:
+        """Warning if settings are set that apply only beside the learner; empty otherwise."""
+        unused = [key for key in BESIDE_LEARNER if key in self.config.producer.model_fields_set]
+        if self.producer_code is None or self.config.run.runtime == "inline" or not unused:
+            return ""
+        keys = ", ".join(f"producer.{key}" for key in unused)
+        return f"{keys}: no effect, because the producer has a process of its own, without the model"
 
     @property
     def eval_count(self) -> int:
@@ -102,10 +125,13 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     """Resolve and validate everything once: model and tasks first, then rewards and rollout."""
     refuse_while_importing()
     own_rollout = objects.rollout is not None or objects.environment is not None
-    rewards_optional = bool(objects.rewards) or own_rollout or config.rollout.function is not None
+    rewards_optional = bool(objects.rewards or objects.producer) or own_rollout
+    rewards_optional |= config.rollout.function is not None or config.tasks.producer is not None
     if objects.eval_tasks is not None:
         config = _without_heldout(config)
-    own_tasks = objects.tasks is not None
+    config = _with_producer(config, objects)
+    produced = objects.producer is not None or config.tasks.producer is not None
+    own_tasks = objects.tasks is not None or produced
     config = resolve(config, own_tasks=own_tasks, own_rewards=True, own_rollout=own_rollout)
     check_dtype(config.model.dtype, "model.dtype", on_cpu=not uses_gpu(config))
     model = resolve_model(config.model.path)
@@ -114,48 +140,53 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     if config.learner.backend is not None:
         load_function(config.learner.backend, "learner.backend")
     _check_engines(config)
-    own_sources = _own_sources(config, objects)
-    train, heldout = own_sources or open_tasks(config)
+    own_sources = None if produced else _own_sources(config, objects)
+    train, heldout = (None, _heldout_of_produced(config, objects)) if produced else own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
     stream = train if isinstance(train, TaskStream) else None
-    if stream is not None:
-        _check_stream(config)
+    if stream is not None or produced:
+        _check_stream(config, produced)
     own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
-    rewards = check_user_code(config, objects.rewards, own, None if stream is not None else train[0])
+    first = None if train is None or stream is not None else train[0]
+    rewards, graded = check_functions(config, objects.rewards, own, first)
+    if not graded and not produced:
+        raise BadInput(NOT_GRADED)
     tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read what is journaled
-    carried = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
-    given = {name: value for name, value in carried.items() if value is not None}
+    carried: dict[str, Any] = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
+    given = {name: value for name, value in (*carried.items(), ("producer", objects.producer)) if value is not None}
+    if produced:
+        carried["tasks"] = None, heldout
+        given |= {"eval_tasks": heldout} if objects.eval_tasks is not None else {}
     learner_registered = registered_for_learner(config)
     sent = {**carried, "registered": registered_for_worker(config)}
     has_registered = sent["registered"] is not None or learner_registered is not None
     return RunPlan(
         config=config,
-        tasks=fingerprint(train) if stream is None else STREAM_FINGERPRINT,
+        tasks=STREAM_FINGERPRINT if train is None or stream is not None else fingerprint(train),
         stream=stream,
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         code=by_value.pickle_objects(sent),
         learner_code=by_value.pickle_objects({"registered": learner_registered}),
+        producer_code=by_value.pickle_objects({"producer": objects.producer, "graded": graded}) if produced else None,
         objects=(
             *given,
             *(("registered names",) if has_registered else ()),
         ),
-        saved=_saved(config, objects, heldout if own_sources else None) if given else None,
+        saved=_saved(config, objects, heldout if own_sources or "eval_tasks" in given else None) if given else None,
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
 
 
-def check_user_code(
+def check_functions(
     config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task | None
-) -> list[NamedReward]:
+) -> tuple[list[NamedReward], bool]:
     """Check rewards and rollout, given as objects or named in the config, against the first task, if it is
-    known. Returns the reward functions."""
+    known. Returns the reward functions, and whether they or the rollout give a reward."""
     columns = None if first is None else first.columns
     functions = check_rewards(rewards or config.rewards.functions, config.rewards.weights, columns, config)
-    if not check_rollout(config, own, first) and not functions:
-        raise BadInput("rewards.functions: set at least one; no rollout or environment of this run gives a reward")
-    return functions
+    return functions, check_rollout(config, own, first) or bool(functions)
 
 
 def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, UserObjects]:
@@ -171,6 +202,7 @@ def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, U
         if config.tasks.eval_path is None and not found.get("eval_tasks"):
             raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
         found["tasks"] = found.get("eval_tasks") or []  # evaluation needs no training tasks, but a plan must have some
+        config = config.model_copy(update={"producer": ProducerConfig()})
     return config, UserObjects(**found)
 
 
@@ -295,15 +327,62 @@ def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:
     return train, heldout
 
 
-def _check_stream(config: Config) -> None:
+def _heldout_of_produced(config: Config, objects: UserObjects) -> TaskSource | None:
+    if objects.eval_tasks is not None:
+        return _as_source(objects.eval_tasks, "eval_tasks", config)
+    return None if config.tasks.eval_path is None else ReopenedSource(open_heldout, config)
+
+
+def _with_producer(config: Config, objects: UserObjects) -> Config:
+    """Check the producer and apply the settings that a producer object carries."""
+    producer = objects.producer
+    if config.tasks.producer is not None:
+        if producer is not None:
+            raise BadInput("tasks.producer: Trainer(producer=...) is also set; remove one of the two")
+        producer = load_function(config.tasks.producer, "tasks.producer")
+    if producer is None:
+        for name in config.producer.model_fields_set - {"num_iterations"}:  # the same as algorithm.epochs_per_batch
+            if getattr(config.producer, name) != ProducerConfig.model_fields[name].default:
+                raise BadInput(f"producer.{name}: there is no producer; set tasks.producer, or leave this out")
+        return config
+    key = "tasks.producer" if objects.producer is None else "producer"
+    for name, other in (("tasks", objects.tasks), ("tasks.name", config.tasks.name), ("tasks.path", config.tasks.path)):
+        if other is not None:
+            raise BadInput(f"{key}: {name} is also set; remove one of the two")
+    if not callable(getattr(producer, "produce", producer if callable(producer) else None)):
+        raise BadInput(f"{key}: {one_line(repr(producer), 60)} has no method `produce`; derive it from DataProducer")
+    if isinstance(producer, type):
+        return config
+    return _with_settings_of(producer, config)
+
+
+def _with_settings_of(producer: Any, config: Config) -> Config:
+    """Apply the `ProducerConfig` of a producer object. The config may set the same values, but no others."""
+    own = getattr(producer, "config", None)
+    values = {key: getattr(own, key) for key in own.model_fields_set} if isinstance(own, ProducerConfig) else {}
+    if isinstance(producer, AsyncDataProducer):
+        values["async_prefetch"] = True
+    for key, value in values.items():
+        set_value = getattr(config.producer, key)
+        if key in config.producer.model_fields_set and set_value != value:
+            raise BadInput(f"producer.{key}: is {set_value}, but the producer's own config says {value}; set one")
+    defaults = {key: info.default for key, info in ProducerConfig.model_fields.items()}
+    changed = {f"producer.{key}": value for key, value in values.items() if value != defaults[key]}
+    return with_values(config, changed)
+
+
+def _check_stream(config: Config, produced: bool) -> None:
     """Reject settings that need all tasks in advance."""
-    why = "the tasks are a stream, "
-    if config.run.deterministic:
+    why = "the tasks come from a producer, " if produced else "the tasks are a stream, "
+    if config.run.deterministic and not produced:
         raise BadInput(f"run.deterministic: {why}whose timing decides what is trained when; turn this off")
+    if config.run.deterministic and config.producer.async_prefetch:
+        raise BadInput("producer.async_prefetch: what is produced in the background depends on timing; turn this off")
     if config.run.epochs not in (None, 1):
         raise BadInput(f"run.epochs: {why}which is used once; set 1 to train until it ends, or set run.steps")
     if config.tasks.limit is not None:
-        raise BadInput(f"tasks.limit: {why}which ends when it returns None; leave this out")
+        end = "which producer.max_rollouts ends" if produced else "which ends when it returns None"
+        raise BadInput(f"tasks.limit: {why}{end}; leave this out")
     for key in ("easy_above", "hard_below"):
         if getattr(config.difficulty, key) is not None:
             raise BadInput(f"difficulty.{key}: {why}so no task repeats; leave this out")
@@ -313,32 +392,7 @@ def _as_source(given: TasksArgument, name: str, config: Config, limit: int | Non
     """Return a task source or stream unchanged, or wrap rows in a `Dataset`."""
     if isinstance(given, TaskStream) and name == "tasks":
         return cast(TaskSource, given)
-    _check_rows(given, name)
-    rows = cast(Rows, given)
+    rows = check_rows(given, name)
     if len(rows) and isinstance(rows[0], Task):
         return cast(TaskSource, given)
     return Dataset(rows, name, limit=limit, duplicate_ids=config.tasks.duplicate_ids, setting=name)
-
-
-def _check_rows(given: Any, name: str) -> None:
-    """Reject anything but rows or tasks, such as the other types of the `datasets` package."""
-    kind = type(given).__name__
-    if isinstance(given, Mapping):
-        keys = one_line(", ".join(map(str, given)), 120)
-        first = next(iter(given), "train")
-        raise BadInput(
-            f"{name}: {with_article(kind)} of {keys} is not a list of rows; pass one split, such as data[{first!r}]"
-        )
-    try:
-        count = len(given)
-    except TypeError:
-        raise BadInput(
-            f"{name}: {with_article(kind)} has no length; pass rows with a length and an index, such as list(rows)"
-        ) from None
-    try:
-        if count:
-            given[0]
-    except (KeyError, TypeError, IndexError):
-        raise BadInput(
-            f"{name}: {with_article(kind)} has no row 0; pass a sequence of rows, each a dict with a prompt"
-        ) from None

@@ -1,6 +1,6 @@
 """Run session: one start of a run. Starts the components, drives training, and stops and cleans up everything.
 
-    claim the run directory ─▶ start engines, learner and workers in parallel ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
+    claim the run directory ─▶ start the components in parallel ─▶ (resume) ─▶ drive ─▶ stop ─▶ summary
 
 Invariants
 - Files of an earlier run are not touched until the components are up and the checkpoint has loaded. The only exception
@@ -50,8 +50,6 @@ from outpace.run.resume import (
 )
 from outpace.run.start import Launcher, launch
 from outpace.tasks.order import TaskOrder
-from outpace.tasks.stream import FILE as STREAM_FILE
-from outpace.tasks.stream import StreamedTasks
 from outpace.types import Version
 
 T = TypeVar("T")
@@ -175,10 +173,11 @@ class RunSession:
             recorder.console.status(f"cannot write to {self._log.dir}: {error.strerror}")
 
     def _title(self) -> str:
-        return f"outpace · {self._config.model.path} · {self._config.tasks.name or self._config.tasks.path or 'tasks'}"
+        tasks = self._config.tasks
+        return f"outpace · {self._config.model.path} · {tasks.name or tasks.path or tasks.producer or 'tasks'}"
 
     async def _drive(self, recorder: Recorder) -> str:
-        count, streamed = self._plan.tasks.count, self._plan.stream is not None
+        count, streamed = self._plan.tasks.count, self._plan.streamed
         settings = scheduler_settings(self._config, count, self._plan.eval_count > 0, streamed)
         order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
         await self._unless_stopped(check_trackers(self._config, self._log.dir))
@@ -186,7 +185,7 @@ class RunSession:
         for line in await asyncio.to_thread(self._memory_warnings):
             recorder.console.status(line)
         recorder.console.status(self._start_message(resume_point))
-        if warning := self._plan.eval_warning:
+        for warning in filter(None, (self._plan.eval_warning, self._plan.producer_warning)):
             recorder.console.status(warning)
         async with launch(self._plan, self._log.dir) as launcher:
             components = await self._unless_stopped(self._start_components(launcher, recorder.console.status))
@@ -217,7 +216,9 @@ class RunSession:
 
     def _start_message(self, resume_point: ResumePoint) -> str:
         if not self._plan.resumes:
-            tasks = "from a stream" if self._plan.stream is not None else f"{self._plan.tasks.count:,}"
+            tasks = f"{self._plan.tasks.count:,}"
+            if self._plan.streamed:
+                tasks = "from a stream" if self._plan.stream is not None else "from a producer"
             return f"tasks: {tasks}, held out: {self._plan.heldout:,}; starting engines, learner and workers"
         finished, unfinished = len(resume_point.recovered.finished), len(resume_point.recovered.recorded or {})
         message = f"resuming from step {resume_point.version}"
@@ -308,11 +309,16 @@ class RunSession:
     ) -> Driver:
         evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
         save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
-        stream = None
-        if self._plan.stream is not None:
-            stream = self._plan.stream, StreamedTasks(self._log.dir / "journal" / STREAM_FILE)
         return Driver(
-            scheduler, components, recorder, evaluator, save, self._config, resume_point.recovered, join, stream
+            scheduler,
+            components,
+            recorder,
+            evaluator,
+            save,
+            self._config,
+            resume_point.recovered,
+            join,
+            self._plan.stream,
         )
 
 

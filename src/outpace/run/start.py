@@ -1,6 +1,6 @@
 """Start-up of the components, for every command that needs them: train, evaluate, check-logprobs.
 
-    plan ─▶ runtime directory ─▶ runtime ─▶ engines, workers and the learner, in parallel
+    plan ─▶ runtime directory ─▶ runtime ─▶ engines, workers, the learner and the producer, in parallel
                                             (only engines and workers to evaluate)
 
 However the command ends, `launch` stops the components and removes the runtime directory.
@@ -18,7 +18,7 @@ from pathlib import Path
 from outpace.config import Config
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.errors import BadInput
-from outpace.protocols import Engine, Learner, Worker
+from outpace.protocols import Engine, Learner, Producer, Worker
 from outpace.run.build import ComponentSpecs
 from outpace.run.plan import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel
@@ -38,7 +38,7 @@ async def launch(plan: RunPlan, directory: Path) -> AsyncIterator[Launcher]:
         else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup)
     )
     try:
-        specs = ComponentSpecs(config, directory, runtime_dir.path, plan.code, plan.learner_code)
+        specs = ComponentSpecs(config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.producer_code)
         yield Launcher(config, runtime, specs, specs.engines())
     finally:
         await runtime.stop()
@@ -56,8 +56,8 @@ class Launcher:
 
     async def start(self) -> Components:
         """Start everything that training needs."""
-        learner, (engines, workers) = await gather_or_cancel(
-            self.runtime.start(Learner, self.specs.learner()), self.start_samplers()
+        learner, (engines, workers), producer = await gather_or_cancel(
+            self.runtime.start(Learner, self.specs.learner()), self.start_samplers(), self._start_producer()
         )
         return Components(
             learner=learner,
@@ -66,7 +66,12 @@ class Launcher:
             runtime=self.runtime,
             sockets=dict(self.specs.sockets),
             urls=dict(zip(engines, self.config.engine.urls, strict=False)),
+            producer=producer,
         )
+
+    async def _start_producer(self) -> Producer | None:
+        spec = self.specs.producer()
+        return None if spec is None else await self.runtime.start(Producer, spec)
 
     async def start_samplers(self) -> tuple[dict[str, Engine], dict[str, Worker]]:
         """Start engines and workers."""

@@ -1,8 +1,8 @@
 """Components and where they run.
 
-A component is an engine, the learner or a worker. `ComponentSpec` describes it as plain data: what to build, which
-resources it needs, and when to restart it. A `Runtime` places and starts it, in this process (`InlineRuntime`) or in a
-child process (`outpace.runtime.local`). Every runtime passes `tests/runtime/conformance.py`.
+A component is an engine, the learner, a worker or the producer. `ComponentSpec` describes it as plain data: what to
+build, which resources it needs, and when to restart it. A `Runtime` places and starts it, in this process
+(`InlineRuntime`) or in a child process (`outpace.runtime.local`). Every runtime passes `tests/runtime/conformance.py`.
 
 With `InlineRuntime`, for debugging, notebooks and tests, every component still computes on its own thread, so the event
 loop stays free and the same code paths run.
@@ -27,7 +27,7 @@ START_DEADLINE_S = 600.0
 """How long a component may take to become ready: a large model loads slowly."""
 
 
-ComponentKind = Literal["learner", "engine", "worker"]
+ComponentKind = Literal["learner", "engine", "worker", "producer"]
 
 
 class Resources(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ one-dimensional and of one of a few dtypes. Decoding checks types and never runs
 
 from __future__ import annotations
 
+import base64
 import struct
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ def _decode_extension(expected: type, value: Any) -> Any:
         name, raw = value
         if name not in _ARRAY_DTYPES:
             raise ValueError(f"unsupported array dtype {name!r}")
-        return np.frombuffer(raw, dtype=name)
+        return np.frombuffer(base64.b64decode(raw) if isinstance(raw, str) else raw, dtype=name)
     raise NotImplementedError(f"cannot decode {expected}")
 
 
@@ -69,6 +70,16 @@ def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
         return decoder.decode(data)  # type: ignore[no-any-return]
     except (msgspec.DecodeError, ValueError, TypeError) as error:
         raise WireError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode as one line of JSON. The bytes of arrays are base64."""
+    return msgspec.json.encode(value, enc_hook=_encode_extension)
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Decode what `encode_json` returned. Raises `msgspec.DecodeError` if it does not match."""
+    return msgspec.json.decode(data, type=kind, dec_hook=_decode_extension)
 
 
 def frame(body: bytes) -> bytes:

@@ -21,7 +21,7 @@ from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -231,6 +231,31 @@ def _prompt_problem(prompt: Any) -> str | None:
 def _columns(names: Iterable[str]) -> str:
     listed = ", ".join(map(str, names))
     return f"it has the columns {one_line(listed, 120)}" if listed else "it has no columns"
+
+
+def check_rows(given: Any, name: str) -> Rows:
+    """Return rows or tasks as they are. Reject anything else, such as the other types of the `datasets` package."""
+    kind = type(given).__name__
+    if isinstance(given, Mapping):
+        keys = one_line(", ".join(map(str, given)), 120)
+        first = next(iter(given), "train")
+        raise BadInput(
+            f"{name}: {with_article(kind)} of {keys} is not a list of rows; pass one split, such as data[{first!r}]"
+        )
+    try:
+        count = len(given)
+    except TypeError:
+        raise BadInput(
+            f"{name}: {with_article(kind)} has no length; pass rows with a length and an index, such as list(rows)"
+        ) from None
+    try:
+        if count:
+            given[0]
+    except (KeyError, TypeError, IndexError):
+        raise BadInput(
+            f"{name}: {with_article(kind)} has no row 0; pass a sequence of rows, each a dict with a prompt"
+        ) from None
+    return cast(Rows, given)
 
 
 HUB_TIMEOUT_S = 10.0

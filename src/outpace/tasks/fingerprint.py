@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from outpace.errors import BadInput, one_line, plural
 from outpace.protocols import TaskSource
+from outpace.types import Message, Task
 
 MIN_SAMPLES, MAX_SAMPLES = 16, 256
 SAMPLING_TIMEOUT_S = 0.5
@@ -58,6 +59,14 @@ class TaskSample(msgspec.Struct, frozen=True):
     index: int
     id: str
     digest: str
+
+
+class TaskContent(msgspec.Struct, frozen=True):
+    """What the digest of a task without episodes covers. Digests in checkpoints depend on this order."""
+
+    id: str
+    prompt: str | list[Message]
+    columns: dict[str, Any]
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -107,7 +116,10 @@ def digest_rows(rows: Any, indices: Indices) -> bytes:
     """Return the digest of rows in memory."""
     whole = blake2b(digest_size=16)
     for index in indices:
-        whole.update(_encoded(rows[int(index)]))
+        row = rows[int(index)]
+        if isinstance(row, Task) and not row.episodes:
+            row = TaskContent(row.id, row.prompt, row.columns)
+        whole.update(_encoded(row))
         whole.update(b"\n")
     return whole.digest()
 

@@ -60,6 +60,8 @@ def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
 
 def open_tasks(config: Config) -> TaskSources:
     """Return the training tasks and the held-out tasks that the config names."""
+    if config.tasks.producer is not None:
+        raise BadInput("tasks.producer: a producer gives tasks only while a run trains; set tasks.name or tasks.path")
     train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
     return train, heldout if config.tasks.eval_path is None else open_heldout(config)
 

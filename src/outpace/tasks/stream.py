@@ -1,9 +1,14 @@
-"""Tasks that arrive during the run: the journal of what a `TaskStream` gave.
+"""Tasks that arrive during the run: the journal of what a `TaskStream` or a data producer gave.
 
-    TaskStream.next_task ─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by index
+    TaskStream.next_task ─┬─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by visit
+    DataProducer.produce ─┘
 
-A task is used only after it is on disk, so a resumed run has every task that was ever given and takes the next one from
-the stream. Only a task that was given but not yet on disk is asked for again.
+The file has one task per line. A line with a `Round` before them makes the next `count` tasks one round; a task outside
+of a round, as a stream gives it, is a round of its own. A round is visited in several passes, all tasks once and then
+all again, up to its limit. Nothing is written for the second pass: visit numbers are mapped to tasks.
+
+A task is used only after its whole round is on disk, so a resumed run has every round that was ever used and asks for
+the next one. Only a round that was given but not yet on disk is asked for again.
 """
 
 from __future__ import annotations
@@ -11,13 +16,17 @@ from __future__ import annotations
 import os
 import threading
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from outpace.errors import BadInput, one_line
+from outpace.runtime import wire
 from outpace.tasks.fingerprint import Fingerprint
-from outpace.types import Task
+from outpace.types import Task, Version
 
 FILE = "tasks.jsonl"
 """Name of the file in the journal directory."""
@@ -28,52 +37,170 @@ ENDLESS = 2**62
 STREAM_FINGERPRINT = Fingerprint(ENDLESS, "", ())
 
 
+class Round(msgspec.Struct, frozen=True):
+    """The line before the tasks of a round."""
+
+    round: int
+    count: int  # tasks
+    passes: int = 1
+    limit: int | None = None  # most visits, over all passes
+    step: Version = 0  # of the learner when the round was asked for
+    rng: str = ""  # random state of the producer's process after it; empty: as before
+
+    @property
+    def visits(self) -> int:
+        total = self.count * self.passes
+        return total if self.limit is None else min(total, self.limit)
+
+
+HEADER = b'{"round":'
+"""How the line of a `Round` begins. That of a task begins with its id."""
+
+
+@dataclass
+class _Span:
+    """Consecutive visits: those of one round, or of consecutive rounds of one task each."""
+
+    round: int
+    visit: int
+    task: int
+    tasks: int
+    visits: int
+    single: bool  # rounds of one task each
+
+    @property
+    def rounds(self) -> int:
+        return self.tasks if self.single else 1
+
+
 class StreamedTasks:
-    """The journaled tasks of a stream, by index. One object appends; any number read, in any thread and process."""
+    """The journaled tasks by visit. One object appends; any number read, in any thread and process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._ends = array("q")  # end of each complete line, as far as the file was read
-        self._lock = threading.Lock()  # of `_ends`
+        self._lock = threading.Lock()  # of what was read
+        self._spans: list[_Span] = []
+        self._starts = array("q")  # of the line of each task
+        self._end = 0  # of the last complete round
+        self._rng = ""
 
     def __len__(self) -> int:
-        """Return how many tasks are on disk."""
+        """Return how many visits the complete rounds have, after reading what is new on disk."""
         with self._lock:
             if self._path.exists():
-                with self._path.open("rb") as file:
-                    file.seek(self._ends[-1] if self._ends else 0)
-                    for line in file:
-                        if line.endswith(b"\n"):  # else: being written, or torn by a kill
-                            self._ends.append((self._ends[-1] if self._ends else 0) + len(line))
-            return len(self._ends)
+                self._read()
+            return self._visits
 
-    def __getitem__(self, index: int) -> Task:
-        if index >= len(self._ends) and index >= len(self):
-            raise IndexError(f"{self._path}: task {index} is not journaled")
+    def __getitem__(self, visit: int) -> Task:
+        if visit >= self._visits and visit >= len(self):
+            raise IndexError(f"{self._path}: task {visit} is not journaled")
+        span = self._spans[bisect_right(self._spans, visit, key=lambda span: span.visit) - 1]
         with self._path.open("rb") as file:
-            file.seek(self._ends[index - 1] if index else 0)
-            return msgspec.json.decode(file.readline(), type=Task)
+            file.seek(self._starts[span.task + (visit - span.visit) % span.tasks])
+            return wire.decode_json(file.readline(), Task)
 
-    def repair(self) -> int:
-        """Remove an incomplete last line, left by a kill, and return how many tasks there are. Call before the first
-        `append`."""
-        count = len(self)
-        if self._path.exists():
-            os.truncate(self._path, self._ends[-1] if count else 0)
-        return count
+    # ------------------------------------------------------------------------------------------------------- rounds
+
+    @property
+    def rounds(self) -> int:
+        """Number of complete rounds, as last read."""
+        return self._spans[-1].round + self._spans[-1].rounds if self._spans else 0
+
+    @property
+    def rng(self) -> str:
+        """Random state of the producer's process after the last round, as last read; empty if it is not known."""
+        return self._rng
+
+    def visits_before(self, number: int) -> int:
+        """Return how many visits the rounds before round `number` have."""
+        index = bisect_right(self._spans, number, key=lambda span: span.round) - 1
+        if index < 0:
+            return 0
+        span, within = self._spans[index], number - self._spans[index].round
+        return span.visit + (within if span.single else span.visits if within else 0)
+
+    def round_of(self, visit: int) -> int:
+        """Return the round of a visit. A visit after the last round belongs to the next one."""
+        index = bisect_right(self._spans, visit, key=lambda span: span.visit) - 1
+        if index < 0:
+            return 0
+        span, within = self._spans[index], visit - self._spans[index].visit
+        return span.round + (min(within, span.tasks) if span.single else within >= span.visits)
+
+    # ------------------------------------------------------------------------------------------------------ writing
 
     def append(self, task: Task) -> None:
-        """Journal a task; on return it is on disk."""
-        try:
-            line = msgspec.json.encode(task) + b"\n"
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"tasks: task {one_line(task.id, 60)} cannot be journaled: {one_line(error)}") from error
+        """Journal a task as a round of its own; on return it is on disk."""
+        self._write(_encoded(task))
+
+    def append_round(self, header: Round, tasks: Sequence[Task]) -> None:
+        """Journal a round; on return it is on disk. After a kill either all of it is there or nothing."""
+        assert header.count == len(tasks) > 0
+        self._write(b"".join([msgspec.json.encode(header) + b"\n", *map(_encoded, tasks)]))
+
+    def _write(self, lines: bytes) -> None:
+        len(self)  # reads to the end of the last complete round
+        is_new = not self._path.exists()
         with self._path.open("ab") as file:
-            file.write(line)
+            file.truncate(self._end)  # removes a round that a kill left incomplete
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
-        if not self._ends:  # the file is new, and so is its name
+        if is_new:
             directory = os.open(self._path.parent, os.O_RDONLY)
             os.fsync(directory)
             os.close(directory)
-        len(self)  # reads the new line
+        len(self)  # reads the new lines
+
+    # ------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def _visits(self) -> int:
+        return self._spans[-1].visit + self._spans[-1].visits if self._spans else 0
+
+    def _read(self) -> None:
+        """Read the rounds that were completed since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._end)
+            while (line := file.readline()).endswith(b"\n"):  # else: being written, or torn by a kill
+                if not line.startswith(HEADER):
+                    self._add_single(len(line))
+                    continue
+                header = msgspec.json.decode(line, type=Round)
+                lengths = [len(line)]
+                while len(lengths) <= header.count and (line := file.readline()).endswith(b"\n"):
+                    lengths.append(len(line))
+                if len(lengths) <= header.count:
+                    return
+                self._add_round(header, lengths)
+
+    def _add_single(self, length: int) -> None:
+        self._add_starts([length])
+        if self._spans and self._spans[-1].single:
+            self._spans[-1].tasks += 1
+            self._spans[-1].visits += 1
+        else:
+            self._add_span(tasks=1, visits=1, single=True)
+
+    def _add_round(self, header: Round, lengths: list[int]) -> None:
+        self._end += lengths[0]
+        self._add_starts(lengths[1:])
+        self._add_span(header.count, header.visits, single=False)
+        self._rng = header.rng or self._rng
+
+    def _add_starts(self, lengths: list[int]) -> None:
+        for length in lengths:
+            self._starts.append(self._end)
+            self._end += length
+
+    def _add_span(self, tasks: int, visits: int, single: bool) -> None:
+        """Add the tasks whose starts were added last. Readers in other threads see them from then on."""
+        self._spans.append(_Span(self.rounds, self._visits, len(self._starts) - tasks, tasks, visits, single))
+
+
+def _encoded(task: Task) -> bytes:
+    try:
+        msgspec.json.encode((task.prompt, task.columns))  # arrays are restored in episodes only
+        return wire.encode_json(task) + b"\n"
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"tasks: task {one_line(task.id, 60)} cannot be journaled: {one_line(error)}") from error

@@ -1,0 +1,285 @@
+"""Producer host: the component that runs the user's data producer and journals its rounds.
+
+    produce(number, step) ─▶ DataProducer.produce, on a thread ─▶ dataset ─▶ tasks ─▶ journal, synced ─▶ reply
+                                  │ model.generate ─▶ engines
+                                  └ model.logprobs ─▶ learner, in the order of its calls
+
+Invariants
+- A round is on disk before `produce` returns. A round that is on disk is not asked for again.
+- User code runs on threads of its own, never on the event loop.
+- The host never computes with the learner's weights: logprobs are a call of the learner like any other, so a background
+  producer cannot interleave with a collective of the learner's ranks. `model.module` is set only in synchronous rounds
+  of a producer in the learner's process, where the learner has nothing to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, TypeVar
+
+import numpy as np
+
+from outpace.config import Config
+from outpace.engines.fleet import EngineFleet
+from outpace.errors import BadInput, one_line
+from outpace.models.chat_format import ChatFormat
+from outpace.protocols import Learner
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.episode import has_reward
+from outpace.runtime import rng
+from outpace.runtime.async_tools import gather_or_cancel, run_in_thread
+from outpace.runtime.references import accepted_parameters
+from outpace.tasks.produced import tasks_of
+from outpace.tasks.producers import AsyncDataProducer, call_produce
+from outpace.tasks.stream import Round, StreamedTasks
+from outpace.types import Answer, FleetMember, Floats, GroupOrder, Message, Task, Version
+
+PRODUCER_DRAWS = 1 << 41
+"""Draw numbers from here on seed what producers sample, one per round; those of visits are lower."""
+
+Prompt = str | Sequence[Message] | Sequence[int]
+"""Text (one user message), chat messages, or token ids."""
+
+T = TypeVar("T")
+
+
+class ProducerModel:
+    """The `model` of `produce`: samples from the current policy. May be called from any thread. The methods with an `a`
+    in front are coroutines, for any event loop."""
+
+    module: Any = None
+    """The learner's module in synchronous rounds of a run with `run.runtime = "inline"`, else None."""
+
+    def __init__(
+        self,
+        config: Config,
+        engines: EngineFleet,
+        chat_format: ChatFormat,
+        learner: Callable[[], Awaitable[Learner]],
+    ) -> None:
+        """`learner` returns the learner, or connects to it. Create the model on the event loop of its host."""
+        self._config = config
+        self._engines = engines
+        self._chat_format = chat_format
+        self._learner = learner
+        self._loop = asyncio.get_running_loop()
+        self._version: Version = 0
+        self.newest: Version = 0
+        """The newest version that an engine or an answer had."""
+        self.start_round(0)
+
+    @property
+    def version(self) -> Version:
+        """The oldest policy version that an engine serves."""
+        return self._version
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
+        """Sample `n` answers to each prompt, those of the first prompt first. `sampling` replaces settings of the run:
+        `max_tokens`, `temperature`, `top_p`, `top_k`, `stop_strings`, `seed`."""
+        return self._run(self._generate(prompts, n, sampling)).result()
+
+    async def agenerate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
+        return await asyncio.wrap_future(self._run(self._generate(prompts, n, sampling)))
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[Floats]:
+        """Return the logprobs of every token but the first, by the learner's newest version."""
+        return self._run(self._logprobs(sequences, temperature)).result()
+
+    async def alogprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[Floats]:
+        return await asyncio.wrap_future(self._run(self._logprobs(sequences, temperature)))
+
+    def start_round(self, number: int) -> None:
+        """Seed what is sampled from now on by the round."""
+        self._round = number
+        self._answers = count()
+
+    async def update(self, members: list[FleetMember]) -> None:
+        served = [member.version for member in members if member.serves]
+        self._version = min(served, default=self._version)
+        self.newest = max([self.newest, *served])
+        await self._engines.update(members)
+
+    async def close(self) -> None:
+        await self._engines.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _generate(self, prompts: Prompt | Sequence[Prompt], n: int, sampling: dict[str, Any]) -> list[Answer]:
+        sampled = [self._answer(prompt, sampling) for prompt in _as_prompts(prompts) for _ in range(n)]
+        answers: list[Answer] = await gather_or_cancel(*sampled)
+        self.newest = max([self.newest, *(int(answer.versions.max(initial=0)) for answer in answers)])
+        return answers
+
+    def _answer(self, prompt: Prompt, sampling: dict[str, Any]) -> Coroutine[Any, Any, Answer]:
+        order = GroupOrder(-1 - self._round, 0, 0, self._version, 1, draw=PRODUCER_DRAWS + self._round)
+        client = PolicyClient(
+            self._engines, self._chat_format, self._config, order, next(self._answers), any_distribution=True
+        )
+        if isinstance(prompt, str):
+            return client.chat([{"role": "user", "content": prompt}], **sampling)
+        if len(prompt) and isinstance(prompt[0], dict):
+            return client.chat(prompt, **sampling)  # type: ignore[arg-type]
+        return client.complete(prompt, **sampling)  # type: ignore[arg-type]
+
+    async def _logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None) -> list[Floats]:
+        learner = await self._learner()
+        ids = [np.array(sequence, dtype=np.int32) for sequence in sequences]
+        return await learner.logprobs(ids, self._config.rollout.temperature if temperature is None else temperature)
+
+
+def _as_prompts(prompts: Any) -> Sequence[Prompt]:
+    """Return a list of prompts; a single one may be given without a list around it."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict | int | np.integer)):
+        return [prompts]
+    return list(prompts)
+
+
+@dataclass(frozen=True)
+class ProducerTrainer:
+    """What `set_trainer` of a producer gets."""
+
+    model: ProducerModel
+    processing_class: Any
+    args: Config
+
+
+class ProducerHost:
+    """Implements `outpace.protocols.Producer`."""
+
+    def __init__(
+        self,
+        config: Config,
+        producer: Any,
+        tasks: StreamedTasks,
+        model: ProducerModel,
+        tokenizer: Any,
+        module: Any = None,
+        graded: bool = True,
+    ) -> None:
+        """`module`: the learner's, if it is in this process. `graded`: the run's functions or its rollout give
+        rewards."""
+        self._config = config
+        self._settings = config.producer
+        self._background_kwargs: dict[str, Any] = {}
+        if isinstance(producer, AsyncDataProducer):  # rounds are prefetched by the controller, which journals them
+            producer, self._background_kwargs = producer.inner, dict(producer.background_produce_kwargs)
+        self._producer = producer
+        self._tasks = tasks
+        self._model = model
+        self._tokenizer = tokenizer
+        self._module = module
+        self._graded = graded
+        self._rng: str | None = None  # state after the last round; None: no round was produced in this process
+        if hasattr(producer, "set_trainer"):
+            producer.set_trainer(ProducerTrainer(model, tokenizer, config))
+
+    async def produce(self, number: int, step: Version) -> None:
+        await asyncio.to_thread(len, self._tasks)  # reads what is on disk
+        if number < self._tasks.rounds:
+            return
+        assert number == self._tasks.rounds, f"round {number} was asked for before round {self._tasks.rounds}"
+        made, error = await run_in_thread(partial(self._make_round, number, step))
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise error
+        if error is not None:  # neither may pass through a task
+            raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
+        await asyncio.to_thread(self._tasks.append_round, *made)  # not on the user's thread, which a run may abandon
+
+    async def fleet(self, members: list[FleetMember]) -> None:
+        await self._model.update(members)
+
+    async def close(self) -> None:
+        await self._model.close()
+
+    def _make_round(self, number: int, step: Version) -> tuple[Round, list[Task]]:
+        """Ask for a round. Runs on a thread."""
+        if self._rng is None:
+            self._rng = self._tasks.rng
+            if self._rng:
+                rng.restore(self._rng.encode())
+        with self._module_in_use(number):
+            dataset = self._ask(number, step)
+        tasks = tasks_of(dataset, number, max(step, self._model.newest))
+        for task in tasks:
+            if not self._graded and not any(map(has_reward, task.episodes)):
+                raise BadInput(f"rewards.functions: set at least one; task {one_line(task.id, 60)} has no reward")
+        before, self._rng = self._rng, rng.capture().decode()
+        header = Round(
+            round=number,
+            count=len(tasks),
+            passes=self._settings.mini_epochs,
+            limit=self._visit_limit(),
+            step=step,
+            rng=self._rng if self._rng != before else "",
+        )
+        return header, tasks
+
+    def _ask(self, number: int, step: Version) -> Any:
+        producer = self._producer
+        self._model.start_round(number)
+        known = {"processing_class": self._tokenizer, "accelerator": None, "args": self._config, "round": number}
+        if self._settings.in_background(number):
+            known |= self._background_kwargs
+        accepted = accepted_parameters(producer.produce, known)
+        if hasattr(producer, "on_rollout_begin"):
+            producer.on_rollout_begin(step)
+        dataset = call_produce(producer, self._model, step, {name: known[name] for name in known if name in accepted})
+        if hasattr(producer, "on_rollout_end"):
+            producer.on_rollout_end(dataset, step)
+        return dataset
+
+    def _visit_limit(self) -> int | None:
+        steps = self._settings.steps_per_generation
+        return None if steps is None else steps * self._config.pacing.groups_per_step
+
+    @contextmanager
+    def _module_in_use(self, number: int) -> Iterator[None]:
+        """Give the module to a synchronous round, as the settings say."""
+        module = None if self._settings.in_background(number) else self._module
+        if module is None:
+            yield
+            return
+        modes = {part: part.training for part in module.modules()}
+        if self._settings.eval_during_produce:
+            module.eval()
+        if self._settings.empty_cache_before_produce:
+            _empty_cache()
+        self._model.module = module
+        try:
+            yield
+        finally:
+            self._model.module = None
+            for part, training in modes.items():
+                part.training = training
+            if self._settings.empty_cache_after_produce:
+                _empty_cache()
+
+
+def _empty_cache() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_producer(given: Any, config: Config) -> Any:
+    """Return the producer: an object as it is, or one that a class or function makes of `config` and
+    `producer.options`."""
+    if not isinstance(given, type) and hasattr(given, "produce"):
+        return given
+    options = dict(config.producer.options)
+    if "config" in accepted_parameters(given, {"config"}):
+        options.setdefault("config", config.producer)
+    producer = given(**options)
+    if not callable(getattr(producer, "produce", None)):
+        raise BadInput(
+            f"tasks.producer: {type(producer).__name__} has no method `produce`; derive it from DataProducer"
+        )
+    return producer

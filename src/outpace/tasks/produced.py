@@ -1,0 +1,320 @@
+"""What a data producer returned, as the tasks of one round.
+
+    rows with a prompt ────────────────────────────▶ Task
+    rows with completion_ids, one per attempt ─────▶ Task with episodes, one per row of the same prompt
+    Task, or a row with a list of episodes ────────▶ Task with these episodes
+
+Columns of a finished attempt have the names that TRL gives them:
+
+    prompt_ids, prompt_mask                    token ids of the prompt, and which of them are not padding
+    completion_ids, completion_mask            token ids of the completion; its mask ends where padding begins
+    tool_mask                                  which tokens of the completion the policy sampled; default: all
+    logprobs or sampling_per_token_logps       one per token of the completion
+    versions                                   policy version, for all tokens or for each; default: the newest
+    reward, rewards                            total, and parts by name; without both, the run's functions grade
+    prompt, completion, stop                   text or messages, for reward functions and display, and the stop reason
+    group, id                                  which rows are attempts at the same prompt; default: adjacent rows with
+                                               the same prompt_ids
+
+Tokens that the mask of a completion excludes between sampled ones are observed, like tool results. Everything invalid
+is a `BadInput` that names the round, the row and the column.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from numbers import Real
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from outpace.algorithms.token_advantages import trajectory_problem
+from outpace.errors import BadInput, one_line
+from outpace.tasks.dataset import Dataset, check_rows
+from outpace.tasks.producers import RolloutDataset
+from outpace.types import OBSERVED, Episode, Task, Trajectory, Version
+
+log = logging.getLogger(__name__)
+
+SETTING = "tasks.producer"
+
+LOGPROB_COLUMNS = ("logprobs", "sampling_per_token_logps")
+
+ROLLOUT_COLUMNS = {
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", *LOGPROB_COLUMNS, "versions"),
+    *("reward", "rewards", "completion", "stop", "group"),
+    *("advantages", "old_per_token_logps", "ref_per_token_logps", "num_items_in_batch"),  # the learner computes these
+}
+"""Columns of finished attempts that do not become columns of the task."""
+
+
+@dataclass
+class _Item:
+    """A task of the round: its row, and its finished attempts if there are any."""
+
+    number: int  # of its first row
+    row: dict[str, Any]
+    episodes: list[Episode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Row:
+    round: int
+    number: int
+    values: Mapping[str, Any]
+
+    def bad(self, problem: str) -> BadInput:
+        return BadInput(f"{SETTING}: round {self.round} row {self.number} {problem}")
+
+    def array(self, column: str, kinds: str, length: int | None = None) -> NDArray[Any] | None:
+        """Return a column as a one-dimensional array with a dtype of these kinds, or None if it is absent."""
+        value = self.values.get(column)
+        if value is None:
+            return None
+        try:
+            array = _as_array(value)
+        except ValueError:
+            raise self.bad(f"has {column} that is not a list of numbers") from None
+        if column == "versions" and array.ndim == 0 and length is not None:
+            array = np.full(length, array)
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+            wanted = "integers" if kinds == "iu" else "numbers"
+            raise self.bad(f"has {column} of type {array.dtype}, {array.ndim}-dimensional; use a list of {wanted}")
+        if length is not None and len(array) != length:
+            raise self.bad(f"has {len(array)} {column} for {length} completion_ids")
+        return array
+
+    def tokens(self, column: str, mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
+        ids = self.array(column, "iu")
+        if ids is None:
+            raise self.bad(f"has completion_ids but no {column}")
+        kept = ids if mask is None else ids[mask]
+        if not len(kept):
+            raise self.bad(f"has empty {column}")
+        if kept.min() < 0 or kept.max() > np.iinfo(np.int32).max:
+            raise self.bad(f"has the token id {kept.min() if kept.min() < 0 else kept.max()} in {column}")
+        return kept.astype(np.int32)
+
+    def mask(self, column: str, length: int) -> NDArray[np.bool_] | None:
+        mask = self.array(column, "biu", length)
+        return None if mask is None else mask != 0
+
+    def number_of(self, column: str, value: Any) -> float:
+        plain = _plain(value)
+        if not isinstance(plain, Real) or not math.isfinite(plain):
+            raise self.bad(f"has a {column} that is not a finite number: {one_line(repr(plain), 60)}")
+        return float(plain)
+
+
+UNKNOWN_PROMPT = "?"
+"""Passes the check of rows for finished attempts without a `prompt`. Their task has an empty prompt, which the worker
+replaces by the text of `prompt_ids`."""
+
+
+def tasks_of(dataset: object, round: int, version: Version) -> list[Task]:
+    """Return the tasks of a round from what `produce` returned. `version` is the newest policy version: no token is
+    newer, and tokens without a version get it."""
+    items: dict[Hashable, _Item] = {}
+    for row in _rows(dataset, round):
+        if "episodes" in row.values:
+            items[row.number] = _Item(row.number, _task_row(row), _given_episodes(row, version))
+        elif row.values.get("completion_ids") is not None:
+            item = items.setdefault(_attempt_key(row, items), _Item(row.number, _task_row(row)))
+            item.episodes.append(_episode(row, version))
+            _check_graded_alike(row, item)
+        else:
+            items[row.number] = _Item(row.number, _task_row(row))
+    found = list(items.values())
+    source = Dataset(
+        [{"prompt": UNKNOWN_PROMPT} | item.row if item.episodes else item.row for item in found],
+        name=f"round-{round}",
+        duplicate_ids="number",
+        setting=SETTING,
+        locate=lambda index: f"row {found[index].number}",
+        source=f"round {round}",
+    )
+    return [
+        msgspec.structs.replace(source[index], prompt=item.row.get("prompt", ""), episodes=item.episodes)
+        for index, item in enumerate(found)
+    ]
+
+
+def _rows(dataset: object, round: int) -> Iterator[_Row]:
+    if dataset is None:
+        raise BadInput(f"{SETTING}: produce returned no data for round {round}")
+    if isinstance(dataset, Mapping):  # columns
+        try:
+            dataset = RolloutDataset(dataset)
+        except ValueError as error:
+            raise BadInput(f"{SETTING}: round {round}: {one_line(error)}") from None
+    rows = check_rows(dataset, f"{SETTING}: round {round}")
+    if not len(rows):
+        raise BadInput(f"{SETTING}: produce returned no data for round {round}")
+    for number in range(len(rows)):
+        row = rows[number]
+        if isinstance(row, Task):
+            row = row.columns | {"id": row.id, "prompt": row.prompt, "episodes": row.episodes}
+        if not isinstance(row, Mapping):
+            raise _Row(round, number, {}).bad(f"is {one_line(type(row).__name__, 60)}, not a dict or a Task")
+        yield _Row(round, number, row)
+
+
+def _task_row(row: _Row) -> dict[str, Any]:
+    """Return id, prompt and columns of the task."""
+    finished = row.values.get("completion_ids") is not None
+    left_out = {"episodes"} | (ROLLOUT_COLUMNS if finished else set())
+    return {str(name): _plain(value) for name, value in row.values.items() if name not in left_out}
+
+
+def _attempt_key(row: _Row, items: Mapping[Hashable, _Item]) -> Hashable:
+    """Return what rows of the same task have in common."""
+    for column in ("group", "id"):
+        value = _plain(row.values.get(column))
+        if value is not None:
+            if isinstance(value, Hashable):
+                return column, value
+            raise row.bad(f"has a {column} that is neither text nor a number")
+    prompt = row.tokens("prompt_ids", _prompt_mask(row)).tobytes()
+    newest = next(reversed(items), None)
+    if isinstance(newest, tuple) and newest[:2] == ("prompt_ids", prompt):
+        return newest
+    return "prompt_ids", prompt, row.number
+
+
+def _prompt_mask(row: _Row) -> NDArray[np.bool_] | None:
+    ids = row.array("prompt_ids", "iu")
+    return None if ids is None else row.mask("prompt_mask", len(ids))
+
+
+# ---------------------------------------------------------------------------------------------------------- attempts
+
+
+def _episode(row: _Row, version: Version) -> Episode:
+    stop, completion = row.values.get("stop"), _plain(row.values.get("completion"))
+    if not isinstance(completion, str | list | None):
+        raise row.bad(f"has a completion of type {type(completion).__name__}; use text or chat messages")
+    rewards, reward = _rewards(row)
+    return Episode(
+        [_trajectory(row, version)],
+        completion=completion or "",
+        rewards=rewards,
+        reward=reward,
+        stop="stop" if stop is None else str(stop),
+    )
+
+
+def _trajectory(row: _Row, version: Version) -> Trajectory:
+    prompt = row.tokens("prompt_ids", _prompt_mask(row))
+    ids = row.array("completion_ids", "iu")
+    length = 0 if ids is None else len(ids)
+    mask = row.mask("completion_mask", length)
+    real = np.ones(length, np.bool_) if mask is None else mask
+    end = int(np.flatnonzero(real)[-1]) + 1 if real.any() else 0
+    completion = row.tokens("completion_ids", np.arange(length) < end)
+    tools = row.mask("tool_mask", length)
+    sampled = (real if tools is None else real & tools)[:end]
+    if not sampled.any():
+        raise row.bad("has a tool_mask without any sampled token")
+    observed = np.zeros(len(prompt), np.bool_)
+    trajectory = Trajectory(
+        tokens=np.concatenate([prompt, completion]),
+        mask=np.concatenate([observed, sampled]),
+        logprobs=np.concatenate([np.zeros(len(prompt)), np.where(sampled, _logprobs(row, length)[:end], 0.0)]).astype(
+            np.float32
+        ),
+        versions=np.concatenate(
+            [np.full(len(prompt), OBSERVED), np.where(sampled, _versions(row, length, version)[:end], OBSERVED)]
+        ).astype(np.int32),
+    )
+    return _checked(row, trajectory, version)
+
+
+def _logprobs(row: _Row, length: int) -> NDArray[Any]:
+    for column in LOGPROB_COLUMNS:
+        found = row.array(column, "fiu", length)
+        if found is not None:
+            return found
+    raise row.bad("has completion_ids but no logprobs: pass the logprob of each token when it was sampled")
+
+
+def _versions(row: _Row, length: int, version: Version) -> NDArray[Any]:
+    found = row.array("versions", "iu", length)
+    if found is None:
+        _say_versions_are_assumed()
+        return np.full(length, version)
+    return found
+
+
+@cache
+def _say_versions_are_assumed() -> None:
+    """Say it once per process."""
+    log.warning("finished rollouts have no versions: the version of the policy when they were produced is assumed")
+
+
+def _rewards(row: _Row) -> tuple[dict[str, float], float]:
+    """Return the parts and the total of the rewards."""
+    parts = row.values.get("rewards")
+    total = row.values.get("reward")
+    if parts is not None and not isinstance(parts, Mapping):
+        parts, total = None, parts if total is None else total
+    named = {str(name): row.number_of("rewards", value) for name, value in (parts or {}).items() if value is not None}
+    if total is None:
+        return named, sum(named.values())
+    reward = row.number_of("reward", total)
+    return named or {"rollout": reward}, reward
+
+
+def _check_graded_alike(row: _Row, item: _Item) -> None:
+    if bool(item.episodes[0].rewards) != bool(item.episodes[-1].rewards):
+        raise row.bad(f"differs from row {item.number} of the same prompt: only one of them has a reward")
+
+
+def _given_episodes(row: _Row, version: Version) -> list[Episode]:
+    """Return the episodes of a task that has them already."""
+    given = row.values["episodes"]
+    if not isinstance(given, list | tuple) or not all(isinstance(episode, Episode) for episode in given):
+        raise row.bad("has episodes that are not a list of Episode")
+    for episode in given:
+        if not episode.trajectories and episode.error is None:
+            raise row.bad("has episodes without trajectories")
+        for values in (episode.rewards, episode.metrics, {"reward": episode.reward}):
+            for name, value in values.items():
+                row.number_of(name, value)
+        for trajectory in episode.trajectories:
+            _checked(row, trajectory, version)
+    return list(given)
+
+
+def _checked(row: _Row, trajectory: Trajectory, version: Version) -> Trajectory:
+    if problem := trajectory_problem(trajectory):
+        raise row.bad(f"cannot be trained on: {problem}")
+    newest = int(trajectory.versions[trajectory.mask].max(initial=OBSERVED))
+    if newest > version:
+        raise row.bad(f"has the version {newest} in versions, newer than the policy, which has version {version}")
+    return trajectory
+
+
+# ------------------------------------------------------------------------------------------------------------ values
+
+
+def _as_array(value: Any) -> NDArray[Any]:
+    """Return a tensor, array, list or number as an array."""
+    if hasattr(value, "detach"):  # a tensor
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.is_floating_point() else value.numpy()  # NumPy has no bfloat16
+    return np.asarray(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: tensors and arrays as lists and numbers."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,272 @@
+"""Data producers: user code that supplies a fresh dataset each round, of new prompts or of finished rollouts.
+
+    DataProducer.produce ─▶ dataset ─▶ `tasks_of` (`outpace.tasks.produced`) ─▶ tasks of one round
+
+The classes have the names, arguments and meanings that users of other libraries know. None of them imports torch:
+tensors are recognized by their methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from outpace.config.producer import ProducerConfig
+from outpace.errors import BadInput, plural
+from outpace.tasks.dataset import Rows
+
+
+class DataProducer(ABC):
+    """Supplies a dataset for each round of training."""
+
+    config: ProducerConfig
+
+    @abstractmethod
+    def produce(
+        self,
+        model: Any,
+        global_step: int,
+        *,
+        processing_class: Any = None,
+        accelerator: Any = None,
+        args: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the dataset of the next round: rows with a `prompt` to roll out, or finished rollouts.
+
+        A dataset is a `RolloutDataset`, a list of dicts or of `Task`, a Hugging Face `Dataset`, or any object with a
+        length and an index. `round` in `kwargs` is the number of the round, counted from 0 over all starts of the
+        run. After a kill the same round may be asked for again."""
+
+
+class BaseDataProducer(DataProducer):
+    """A `DataProducer` with settings and hooks. Override `produce`."""
+
+    def __init__(self, config: ProducerConfig | None = None) -> None:
+        self.config = config or ProducerConfig()
+
+    def on_rollout_begin(self, global_step: int) -> None:
+        """Called before each `produce`."""
+
+    def on_rollout_end(self, dataset: Any, global_step: int) -> None:
+        """Called after each `produce` with the dataset it returned."""
+
+
+class AsyncDataProducer(DataProducer):
+    """Produces datasets on one background thread, `prefetch_depth` ahead and in order.
+
+    The first `sync_warmup_rollouts` calls and the call after them produce in the caller's thread. From then on,
+    `prefetch_depth` rounds are pending after every call, but none beyond `max_rollouts`. A round gets the `model`,
+    `global_step` and arguments of the call that submitted it, and `background_produce_kwargs`. The thread is a daemon,
+    so a `produce` that hangs does not keep the process alive."""
+
+    def __init__(self, inner: DataProducer, background_produce_kwargs: Mapping[str, Any] | None = None) -> None:
+        self.inner = inner
+        self.config = getattr(inner, "config", None) or ProducerConfig()
+        self.background_produce_kwargs = dict(background_produce_kwargs or {})
+        self._round = 0  # number of the next round to ask the inner producer for
+        self._pending: deque[Future[Any]] = deque()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_shut_down = False
+
+    def produce(
+        self,
+        model: Any,
+        global_step: int,
+        *,
+        processing_class: Any = None,
+        accelerator: Any = None,
+        args: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return the next dataset, blocking if the prefetch has not finished. An exception of the inner producer is
+        raised by the call that its round belongs to."""
+        if self._is_shut_down:
+            raise RuntimeError("AsyncDataProducer: produce was called after shutdown")
+        kwargs |= {"processing_class": processing_class, "accelerator": accelerator, "args": args}
+        if not self._pending:
+            self._round = kwargs.get("round", self._round)
+        dataset = self._pending.popleft().result() if self._pending else self._next(model, global_step, kwargs)()
+        if self._round > self.config.sync_warmup_rollouts:
+            last = self.config.max_rollouts
+            while len(self._pending) < self.config.prefetch_depth and (last is None or self._round < last):
+                self._submit(self._next(model, global_step, kwargs | self.background_produce_kwargs))
+        return dataset
+
+    def on_rollout_begin(self, global_step: int) -> None:
+        if hook := getattr(self.inner, "on_rollout_begin", None):
+            hook(global_step)
+
+    def on_rollout_end(self, dataset: Any, global_step: int) -> None:
+        if hook := getattr(self.inner, "on_rollout_end", None):
+            hook(dataset, global_step)
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Cancel the rounds that have not begun, and wait until the running one has ended, at most `timeout_s`."""
+        self._is_shut_down = True
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has no pending rounds."""
+        return AsyncDataProducer, (self.inner, self.background_produce_kwargs)
+
+    def _next(self, model: Any, global_step: int, kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """Return the call that produces the next round."""
+        given = kwargs | {"round": self._round} if "round" in kwargs else kwargs
+        self._round += 1
+        return lambda: call_produce(self.inner, model, global_step, given)
+
+    def _submit(self, call: Callable[[], Any]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outpace-async-producer", daemon=True)
+            self._thread.start()
+        future: Future[Any] = Future()
+        self._pending.append(future)
+        self._jobs.put((future, call))
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, call = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # thread boundary: raised by `produce`
+                    future.set_exception(error)
+
+
+def call_produce(producer: DataProducer, model: Any, global_step: int, kwargs: Mapping[str, Any]) -> Any:
+    """Call `produce` on this thread, to its end also if it is a coroutine."""
+    produced = producer.produce(model, global_step, **kwargs)
+    return asyncio.run(produced) if inspect.iscoroutine(produced) else produced
+
+
+class GRPODataProducer(BaseDataProducer):
+    """Gives the prompts of a dataset in generation batches: `generation_batch_size / num_generations` different
+    prompts per round, each of which the run rolls out as one group.
+
+    Every epoch has an order of its own if `shuffle_dataset` is set, which depends on `seed` and the epoch only. Prompts
+    that do not fill the last batch of an epoch are left out of it."""
+
+    def __init__(
+        self,
+        config: ProducerConfig | None,
+        prompt_dataset: Rows,
+        *,
+        num_generations: int,
+        generation_batch_size: int,
+        train_batch_size: int,
+        steps_per_generation: int,
+        shuffle_dataset: bool,
+        seed: int,
+    ) -> None:
+        super().__init__(config)
+        if num_generations < 1 or generation_batch_size < 1 or generation_batch_size % num_generations:
+            raise BadInput(
+                f"GRPODataProducer: generation_batch_size = {generation_batch_size} must be a multiple of "
+                f"num_generations = {num_generations}"
+            )
+        self.prompt_dataset = prompt_dataset
+        self.num_generations = num_generations
+        self.generation_batch_size = generation_batch_size
+        self.train_batch_size = train_batch_size
+        self.steps_per_generation = steps_per_generation
+        self.shuffle_dataset = shuffle_dataset
+        self.seed = seed
+        self.trainer: Any = None
+        self._prompts = generation_batch_size // num_generations
+        self._rounds_per_epoch = len(prompt_dataset) // self._prompts
+        if not self._rounds_per_epoch:
+            raise BadInput(
+                f"GRPODataProducer: prompt_dataset has {plural(len(prompt_dataset), 'row')}, but generation_batch_size "
+                f"/ num_generations = {self._prompts}; use a smaller generation_batch_size"
+            )
+        self._round = 0
+
+    def set_trainer(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def produce(
+        self,
+        model: Any,
+        global_step: int,
+        *,
+        processing_class: Any = None,
+        accelerator: Any = None,
+        args: Any = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Return the prompts of `round`, or of the round after the last one."""
+        number = kwargs.get("round", self._round)
+        self._round = number + 1
+        epoch, batch = divmod(number, self._rounds_per_epoch)
+        count = len(self.prompt_dataset)
+        order = np.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle_dataset else range(count)
+        return [self.prompt_dataset[int(index)] for index in order[batch * self._prompts : (batch + 1) * self._prompts]]
+
+
+ALWAYS_SHARED = frozenset({"num_items_in_batch", "_pending_policy_logps"})
+"""Keys that are never per sample, whatever their values."""
+
+
+class RolloutDataset:
+    """Columns as rows. Tensors, arrays, lists and tuples have one value per sample and are sliced by index; everything
+    else, such as numbers, text and tensors without dimensions, is shared and passed through to every row.
+
+    Raises `ValueError` if the per-sample columns differ in length or there is none."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = dict(data)
+        sizes = {key: len(value) for key, value in data.items() if key not in ALWAYS_SHARED and _is_per_sample(value)}
+        if not sizes:
+            raise ValueError("RolloutDataset: no value has one entry per sample")
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{key} has {size}" for key, size in sizes.items())
+            raise ValueError(f"RolloutDataset: columns differ in length: {listed}")
+        self._length = next(iter(sizes.values()))
+        self.shared_keys = frozenset(data) - frozenset(sizes)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {key: value if key in self.shared_keys else value[index] for key, value in self._data.items()}
+
+
+def _is_per_sample(value: Any) -> bool:
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+
+
+def make_rollout_collator(shared_keys: Collection[str]) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
+    """Return a function that makes a batch of rows: shared keys are passed through, tensors and arrays stacked, and all
+    other values become lists."""
+
+    def collate(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        first = batch[0]
+        return {key: first[key] if key in shared_keys else _stacked([row[key] for row in batch]) for key in first}
+
+    return collate
+
+
+def _stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], np.ndarray | np.generic):
+        return np.stack(values)
+    if hasattr(values[0], "detach"):  # a tensor
+        import torch
+
+        return torch.stack(values)
+    return values
