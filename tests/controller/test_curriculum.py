@@ -212,6 +212,13 @@ def test_the_visits_that_have_waited_longest_are_dropped_and_counted_when_too_ma
     assert subject.dropped == 1
 
 
+def test_a_task_that_came_with_its_attempts_is_not_visited_again() -> None:
+    subject = queue()
+    subject.group_closed(GroupOrder(0, 0, 0, 0, 2), GroupClosed(0, "filtered", best=0.0, supplied=True))
+    subject.visit_finalized(0)
+    assert subject.waiting == 0
+
+
 def test_without_settings_no_visit_is_repeated_and_waiting_ones_are_forgotten() -> None:
     subject = RerollQueue(None, False, RerollState([[0, 1 + REROLL]], dropped=3))
     end(subject, 0, best=0.0)

@@ -191,8 +191,8 @@ class RerollQueue:
         return bisect_right(self._waiting, self._min_version, key=itemgetter(0))
 
     def group_closed(self, order: GroupOrder, event: GroupClosed) -> None:
-        """Record the result of a visit that is still open."""
-        if self._settings is None or reroll_number(order.position) >= self._settings.max_times:
+        """Record the result of a visit that is still open. Attempts that came with the task would be the same again."""
+        if self._settings is None or event.supplied or reroll_number(order.position) >= self._settings.max_times:
             return
         if event.outcome == "failed" or (event.best is not None and event.best <= self._settings.solved_above):
             self._unsolved[order.position] = order.group, order.min_version
