@@ -2,6 +2,7 @@
 
 Each round is made for the policy at that moment: it answers every candidate a few times, and the round has those that
 it sometimes solves and sometimes does not. These are the tasks that a group can learn from.
+What `produce` prints is in `logs/producer.log` of the run directory.
 """
 
 import random

@@ -176,7 +176,7 @@ class ProducerHost:
         self._tokenizer = tokenizer
         self._module = module
         self._graded = graded
-        self._rng: str | None = None  # state after the last round; None: no round was produced in this process
+        self._rng: str | None = None  # state after the last round; None: this process has produced none
         if hasattr(producer, "set_trainer"):
             producer.set_trainer(ProducerTrainer(model, tokenizer, config))
 
@@ -201,9 +201,9 @@ class ProducerHost:
     def _make_round(self, number: int, step: Version) -> tuple[Round, list[Task]]:
         """Ask for a round. Runs on a thread."""
         if self._rng is None:
-            self._rng = self._tasks.rng
-            if self._rng:
-                rng.restore(self._rng.encode())
+            if self._tasks.rng:
+                rng.restore(self._tasks.rng.encode())
+            self._rng = rng.capture().decode()
         with self._module_in_use(number):
             dataset = self._ask(number, step)
         tasks = tasks_of(dataset, number, max(step, self._model.newest))
