@@ -45,7 +45,7 @@ from outpace.runtime import by_value
 from outpace.runtime.references import load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, Rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
-from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
+from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_sets, open_tasks, open_train
 from outpace.tasks.stream import STREAM_FINGERPRINT
 from outpace.types import Task
 
@@ -60,6 +60,7 @@ class UserObjects:
     eval_tasks: TasksArgument | None = None
     rewards: tuple[Reward | str, ...] = ()
     rollout: Rollout | None = None
+    eval_rollout: Rollout | None = None
     environment: EnvironmentArgument | None = None
     tools: tuple[Callable[..., Any] | str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
@@ -73,7 +74,8 @@ class RunPlan:
     tasks: Fingerprint  # of the training tasks
     stream: TaskStream | None  # gives the training tasks during the run, instead of a fixed source
     tokenizer: str  # digest
-    heldout: int  # number of held-out tasks
+    heldout: int  # number of held-out tasks that are in no named set
+    sets: dict[str, int] = field(default_factory=dict)  # number of tasks in each set of `eval.sets`
     code: bytes = b""  # pickled user objects for the workers
     learner_code: bytes = b""  # pickled user objects for the learner
     objects: tuple[str, ...] = ()  # names of the user objects
@@ -84,8 +86,11 @@ class RunPlan:
     quiet: bool = False
 
     @property
-    def eval_count(self) -> int:
-        return min(self.config.eval.count, self.heldout)
+    def eval_counts(self) -> dict[str, int]:
+        """The number of tasks to evaluate in each held-out set; "" is the unnamed one. Sets without tasks are left
+        out."""
+        counts = {name: min(self.config.eval.count, size) for name, size in {"": self.heldout, **self.sets}.items()}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def eval_warning(self) -> str:
@@ -120,7 +125,12 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     stream = train if isinstance(train, TaskStream) else None
     if stream is not None:
         _check_stream(config)
-    own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
+    own = {
+        "rollout": objects.rollout,
+        "eval_rollout": objects.eval_rollout,
+        "environment": objects.environment,
+        "tools": objects.tools or None,
+    }
     rewards = check_user_code(config, objects.rewards, own, None if stream is not None else train[0])
     tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read what is journaled
     carried = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
@@ -134,6 +144,7 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         stream=stream,
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
+        sets={name: len(source) for name, source in open_sets(config).items()},
         code=by_value.pickle_objects(sent),
         learner_code=by_value.pickle_objects({"registered": learner_registered}),
         objects=(
@@ -168,10 +179,16 @@ def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, U
         return config, UserObjects()
     found = load_saved_objects(run)
     if config.tasks.name is None and config.tasks.path is None:
-        if config.tasks.eval_path is None and not found.get("eval_tasks"):
+        # Evaluation needs no training tasks, but a plan must have some.
+        found["tasks"] = found.get("eval_tasks") or _any_heldout_task(config)
+        if not found["tasks"]:
             raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
-        found["tasks"] = found.get("eval_tasks") or []  # evaluation needs no training tasks, but a plan must have some
     return config, UserObjects(**found)
+
+
+def _any_heldout_task(config: Config) -> list[Task]:
+    sources = [open_heldout(config)] if config.tasks.eval_path is not None else list(open_sets(config).values())
+    return [source[0] for source in sources[:1]]
 
 
 def load_run_config(run: Path, settings: Sequence[str]) -> Config:
@@ -187,6 +204,7 @@ def _saved(config: Config, objects: UserObjects, heldout: TaskSource | None) -> 
     given = {
         "rewards": objects.rewards,
         "rollout": objects.rollout,
+        "eval_rollout": objects.eval_rollout,
         "environment": objects.environment,
         "tools": objects.tools,
     }
