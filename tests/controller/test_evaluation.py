@@ -47,6 +47,7 @@ async def test_ten_thousand_tasks_in_three_sets_never_need_more_coroutines_than_
         nonlocal running, most, most_coroutines
         taken[order.heldout_set, order.task, order.first_attempt] += order.size
         running += order.size
+        assert running <= 8
         most, most_coroutines = max(most, running), max(most_coroutines, len(asyncio.all_tasks()) - before)
         for _ in range(order.task % 3):  # so that attempts end in another order than they start
             await asyncio.sleep(0)
@@ -90,11 +91,12 @@ async def test_a_component_failure_ends_the_evaluation_and_leaves_nothing_runnin
 
 
 async def test_the_seed_of_an_attempt_does_not_depend_on_other_sets_or_on_the_number_of_attempts() -> None:
-    async def draws_of(counts: dict[str, int], attempts: int) -> dict[tuple[str, int, int], int | None]:
-        drawn: dict[tuple[str, int, int], int | None] = {}
+    async def draws_of(counts: dict[str, int], attempts: int) -> dict[tuple[str, int, int], int]:
+        drawn: dict[tuple[str, int, int], int] = {}
 
         async def run_attempt(order: GroupOrder) -> GroupReport:
-            drawn[order.heldout_set, order.task, order.first_attempt] = order.draw
+            seeded_by = order.group if order.draw is None else order.draw
+            drawn[order.heldout_set, order.task, order.first_attempt] = seeded_by
             return graded(order, 1.0)
 
         await Evaluator(counts, EvalConfig(attempts=attempts)).run(0, run_attempt)
@@ -166,12 +168,14 @@ async def test_percentiles_are_those_of_the_rewards_of_all_attempts() -> None:
     assert [metrics[f"eval/p{share}"] for share in (10, 50, 90)] == pytest.approx([0.09, 0.49, 0.89])
 
 
-def test_rewards_of_single_functions_are_means_over_the_attempts_that_have_them() -> None:
+def test_means_and_percentiles_of_single_functions_are_over_the_attempts_that_have_them() -> None:
     reports = [
         [GroupReport(0, "t", "finished", rewards=[3.0], parts=[{"form": 1.0, "sum": 2.0}])],
         [GroupReport(1, "t", "finished", rewards=[0.5], parts=[{"form": 0.5}])],
     ]
-    assert score_set(reports, LIMITED).rewards == {"form": 0.75, "sum": 2.0}
+    scores = score_set(reports, LIMITED)
+    assert scores.rewards == {"form": 0.75, "sum": 2.0}
+    assert scores.reward_percentiles == {"form": {10: 0.5, 50: 0.5, 90: 1.0}, "sum": {10: 2.0, 50: 2.0, 90: 2.0}}
 
 
 async def test_rewards_of_zero_and_one_are_an_accuracy() -> None:

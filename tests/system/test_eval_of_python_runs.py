@@ -92,7 +92,7 @@ def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(
         "eval/p50",
         "eval/pass@2",
         "eval/more/reward",
-        "eval/reward/wanted_length",
+        "eval/reward/wanted_length/p90",
     }
     for lines in (read_lines(completions), read_lines(run / "rollouts/evals/step-000001.jsonl")):
         kept = [(line["heldout_set"], line["task_id"], line["attempt"]) for line in lines]

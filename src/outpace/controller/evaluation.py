@@ -40,8 +40,8 @@ class SetScores:
     """The scores of one held-out set.
 
     `reward` is the mean over the `count` tasks that were scored, None if there are none; `stderr` is its standard
-    error, None for fewer than two. `rewards` are the means of the single reward functions, before weighting, and
-    `percentiles` those of the rewards of all attempts."""
+    error, None for fewer than two. `rewards` are the means of the single reward functions over all attempts, before
+    weighting. `percentiles` are those of the rewards of all attempts, `reward_percentiles` those of each function."""
 
     reward: float | None
     count: int
@@ -52,6 +52,7 @@ class SetScores:
     rewards: dict[str, float] = field(default_factory=dict)
     pass_at: dict[int, Estimate] = field(default_factory=dict)  # by k
     percentiles: dict[int, float] = field(default_factory=dict)
+    reward_percentiles: dict[str, dict[int, float]] = field(default_factory=dict)
     scored: int = 0  # attempts
 
     def _metrics(self, prefix: str) -> Iterator[tuple[str, float]]:
@@ -63,8 +64,10 @@ class SetScores:
             yield f"{prefix}/pass@{k}", solved.mean
             if solved.stderr is not None:
                 yield f"{prefix}/pass@{k}/stderr", solved.stderr
-        yield from ((f"{prefix}/p{share}", value) for share, value in self.percentiles.items())
-        yield from ((f"{prefix}/reward/{function}", value) for function, value in self.rewards.items())
+        yield from ((f"{prefix}/reward/{function}", mean) for function, mean in self.rewards.items())
+        by_name = {prefix: self.percentiles}
+        by_name |= {f"{prefix}/reward/{function}": values for function, values in self.reward_percentiles.items()}
+        yield from ((f"{name}/p{share}", value) for name, values in by_name.items() for share, value in values.items())
         yield f"{prefix}/count", float(self.count)
         yield f"{prefix}/failed", float(self.failed)
         yield f"{prefix}/mean_tokens", self.tokens / max(self.scored, 1)
@@ -174,6 +177,9 @@ def score_set(tasks: Iterable[Sequence[GroupReport]], settings: EvalConfig) -> S
     scored = [rewards for rewards in by_task if rewards]
     every = [reward for rewards in scored for reward in rewards]
     reward = _estimate([fmean(rewards) for rewards in scored])
+    by_function: defaultdict[str, list[float]] = defaultdict(list)
+    for function, value in (part for report in reports for parts in report.parts for part in parts.items()):
+        by_function[function].append(value)
     return SetScores(
         reward=None if reward is None else reward.mean,
         count=len(scored),
@@ -181,9 +187,10 @@ def score_set(tasks: Iterable[Sequence[GroupReport]], settings: EvalConfig) -> S
         tokens=sum(report.tokens_sampled for report in reports),
         stderr=None if reward is None else reward.stderr,
         binary=bool(every) and set(every) <= {0.0, 1.0},
-        rewards=_means([parts for report in reports for parts in report.parts]),
+        rewards={function: fmean(values) for function, values in by_function.items()},
         pass_at=_pass_at(scored, settings),
-        percentiles={share: percentile(Counter(every), share / 100) for share in PERCENTILES} if every else {},
+        percentiles=_percentiles(every) if every else {},
+        reward_percentiles={function: _percentiles(values) for function, values in by_function.items()},
         scored=len(every),
     )
 
@@ -213,6 +220,6 @@ def _estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None)
 
 
-def _means(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for each in parts for name in each)
-    return {name: fmean(each[name] for each in parts if name in each) for name in names}
+def _percentiles(values: Sequence[float]) -> dict[int, float]:
+    counts = Counter(values)
+    return {share: percentile(counts, share / 100) for share in PERCENTILES}
