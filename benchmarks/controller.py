@@ -143,7 +143,7 @@ async def measure(directory: Path, settings: SchedulerSettings) -> ControllerCos
     )
     async with idle_components() as components:
         await recorder.training_begins(components.engines, components.learner)
-        driver = Driver(scheduler, components, recorder, Evaluator(0, 1), _save_nothing, config)
+        driver = Driver(scheduler, components, recorder, Evaluator({}, config.eval), _save_nothing, config)
         diagnostics.tune_gc()
         began, cpu_began = time.monotonic(), time.process_time()
         await driver.run(dict.fromkeys(components.engines, 0))

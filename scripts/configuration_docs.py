@@ -111,6 +111,7 @@ to change. Combinations of algorithm settings are listed in [algorithms](algorit
 - **Rollouts and rewards.** Two of `rollout.function`, `rollout.agent`, `rollout.environment` and `environment.kinds`;
   `tools` with `rollout.function` or `rollout.agent`; `rollout.temperature = 0`; a memory limit with thread isolation;
   a reward function listed twice; `rewards.weights` of another length than `rewards.functions`.
+- **Evaluation.** A value of `eval.k` above `eval.attempts`; a name in `eval.sets` that no metric can have.
 - **Trackers.** A key of `report` without `run.report_to`; an unknown tracker, or one listed twice.
 - **Deterministic runs.** Everything that depends on timing: see `run.deterministic`.
 - **Missing resources,** checked at startup: `weights.transport = "ipc"` without a GPU; a `weights.dir` that cannot be

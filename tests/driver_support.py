@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
+from outpace.config.sections import EvalConfig
 from outpace.controller.driver import Driver
 from outpace.controller.engine_registry import Components
 from outpace.controller.evaluation import Evaluator
@@ -241,7 +242,7 @@ class Rig:
             scheduler,
             components,
             self.recorder,
-            Evaluator(5, 2),
+            Evaluator({"": 5}, EvalConfig(max_running=2)),
             self._save,
             config,
             start_engine=self.start_engine and self._start_engine,

@@ -140,7 +140,7 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
 def evaluate(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.commands.evaluate import evaluate_model
 
-    print(json.dumps(evaluate_model(arguments.run, settings), indent=2))
+    print(json.dumps(evaluate_model(arguments.run, settings, arguments.completions), indent=2))
     return 0
 
 
@@ -361,6 +361,9 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     this = commands.add_parser("eval", help="evaluate a model or a run on held-out tasks", epilog=_SETTINGS_EPILOG)
     this.add_argument("run", nargs="?", type=Path, help="run directory (default: evaluate --model.path)")
+    this.add_argument(
+        "--completions", type=Path, metavar="FILE", help="write prompts, completions and rewards as JSONL"
+    )
     this.set_defaults(verb=evaluate)
 
     this = commands.add_parser("play", help="answer tasks yourself, in place of the model", epilog=_SETTINGS_EPILOG)

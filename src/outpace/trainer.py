@@ -39,8 +39,7 @@ from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.background import BackgroundRun, PreparedRun, claim_and_plan, claim_run_directory
 from outpace.run.plan import RunPlan, TasksArgument, UserObjects, make_plan
 from outpace.runtime.cleanup import temporary_directory
-from outpace.runtime.references import is_reference
-from outpace.tasks.registry import is_package_task
+from outpace.tasks.registry import is_task_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,6 +57,7 @@ class Trainer:
     config: a `Config`, a nested or dotted dict, or the path of a TOML or YAML file.
     eval_tasks: held-out tasks, in any form that `tasks` accepts except a registered name.
     rollout: an `async def rollout(task, client)`.
+    eval_rollout: the same for evaluation, if it differs.
     environment: a class with `reset`, typed methods as tools and optionally `get_reward`; or a dict of such classes,
         selected by a column of the task.
     tools: typed functions with docstrings that the model may call.
@@ -75,6 +75,7 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase | None = None,
         eval_tasks: str | Path | TasksArgument | None = None,
         rollout: Rollout | None = None,
+        eval_rollout: Rollout | None = None,
         environment: EnvironmentArgument | None = None,
         tools: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] = (),
         callbacks: Sequence[Callback] = (),
@@ -102,6 +103,7 @@ class Trainer:
             eval_tasks=None if isinstance(eval_tasks, str | Path) else eval_tasks,
             rewards=_as_tuple("rewards", rewards),
             rollout=rollout,
+            eval_rollout=eval_rollout,
             environment=environment,
             tools=_as_tuple("tools", tools),
             callbacks=_checked_callbacks((*callbacks, producer) if isinstance(producer, Callback) else callbacks),
@@ -233,12 +235,8 @@ def _merge(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def _task_settings(tasks: str | Path) -> dict[str, str]:
-    """Return `tasks.path` if the value looks like a path or exists as one, `tasks.name` otherwise."""
-    text = str(tasks)
-    if isinstance(tasks, str) and (is_reference(text) or is_package_task(text)):
-        return {"name": text}
-    is_path = "/" in text or text.endswith((".jsonl", ".json", ".parquet")) or Path(text).exists()
-    return {"path": text} if is_path or isinstance(tasks, Path) else {"name": text}
+    """Return `tasks.name` if the value is text that names a task, `tasks.path` otherwise."""
+    return {"name": tasks} if isinstance(tasks, str) and is_task_name(tasks) else {"path": str(tasks)}
 
 
 def _as_tuple(name: str, given: Reward | str | Sequence[Reward | str] | None) -> tuple[Reward | str, ...]:

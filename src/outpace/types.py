@@ -217,12 +217,14 @@ class GroupOrder(msgspec.Struct, frozen=True):
     min_version: Version
     size: int
     heldout: bool = False
+    heldout_set: str = ""  # held-out groups only: the name of the set in `eval.sets`; empty: the other held-out tasks
     pinned: Version | None = None
     show: bool = False  # held-out groups only: also return readable episodes
     position: int = 0
     recorded: bool = False  # completions journaled by an earlier attempt at this visit may be reused
     draw: int | None = None  # seeds the sampling noise; None: use the group number
     version: Version | None = None  # no token of supplied episodes is newer; None: not limited
+    first_attempt: int = 0  # number of the first episode among the attempts at this task
 
 
 class EpisodeView(msgspec.Struct, frozen=True):
@@ -234,6 +236,9 @@ class EpisodeView(msgspec.Struct, frozen=True):
     reward: float
     stop: str
     version: Version
+    rewards: dict[str, float] = {}  # by reward function, unweighted
+    heldout_set: str = ""
+    attempt: int = 0
 
 
 class GroupReport(msgspec.Struct, frozen=True):
@@ -246,6 +251,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     place: JournalLocation | None = None
     rewards: list[float] = []
     reward_parts: dict[str, float] = {}  # mean by reward function
+    parts: list[dict[str, float]] = []  # held-out group: unweighted rewards by function, one entry per reward
     episodes: int = 0
     failed_episodes: int = 0
     tokens_sampled: int = 0

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from outpace.config import Config
+from outpace.config.defaults import evaluation_config
 from outpace.config.load import load_config, make_config
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
@@ -18,6 +19,11 @@ from support import names
         ({"rollout.top_k": 50}, "rollout.top_k", "0"),
         ({"rollout.temperature": 0}, "rollout.temperature", "greedy eval.temperature"),
         ({"rollout.stop": ["\n", ""]}, "rollout.stop", "empty"),
+        ({"eval.stop": [""]}, "eval.stop", "empty"),
+        ({"eval.k": [1, 8], "eval.attempts": 4}, "eval.k", "8 eval.attempts 4"),
+        ({"eval.k": [0]}, "eval.k", "0"),
+        ({"eval.sets": {"a/b": "guess"}}, "eval.sets", "'a/b'"),
+        ({"eval.sets": {"reward": "guess"}}, "eval.sets", "'reward'"),
         ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "tasks.name countdown"),
         ({"weights.every": 4}, "weights.every", "pacing.max_lag 2 3"),
         ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "pacing.max_lag 0 1"),
@@ -43,7 +49,8 @@ def test_conflicting_settings_are_refused(values: dict[str, Any], key: str, expe
     [
         {"weights.every": 3},
         {"pacing.max_lag": 0},
-        {"eval.temperature": 0},
+        {"eval.temperature": 0, "eval.top_p": 0.9, "eval.top_k": 20},
+        {"eval.k": [1, 4], "eval.attempts": 4, "eval.sets": {"aime-24.v2": "aime.jsonl"}},
         {"run.deterministic": True, "run.device": "cpu"},
     ],
 )
@@ -102,7 +109,7 @@ def test_given_settings_are_kept() -> None:
     config = make_config(given)
     resolved = resolve(config)
     assert resolved.rewards == config.rewards
-    assert resolved.eval == config.eval
+    assert resolved.eval.temperature == 0
     assert resolved.run == config.run
     assert resolved.learner.lr == config.learner.lr
     assert resolved.rollout == config.rollout
@@ -189,3 +196,33 @@ def test_resolving_makes_task_paths_absolute_so_that_a_run_can_resume_from_elsew
     )
     assert config.tasks.path == str(tmp_path / "tasks.jsonl")
     assert config.tasks.eval_path == "owner/dataset", "a name on the Hugging Face Hub is not a path"
+
+
+def test_evaluation_samples_as_training_does_unless_it_has_settings_of_its_own() -> None:
+    trained = {"rollout.temperature": 0.7, "rollout.max_tokens": 24, "rollout.stop": ["a"], "run.seed": 3}
+    same = evaluation_config(make_config(trained))
+    assert same.rollout == make_config(trained).rollout
+    assert same.run.seed == same.eval.seed
+    own = {"eval.temperature": 0.0, "eval.max_tokens": 99, "eval.stop": [], "eval.top_p": 0.9, "eval.top_k": 5}
+    rollout = evaluation_config(make_config(trained | own)).rollout
+    assert (rollout.temperature, rollout.max_tokens, rollout.stop) == (0.0, 99, [])
+    assert (rollout.top_p, rollout.top_k) == (0.9, 5)
+
+
+def test_the_sampling_settings_of_evaluation_are_resolved() -> None:
+    chosen = resolve(make_config({"rollout.stop": ["x"], "rollout.temperature": 0.5})).eval
+    assert (chosen.temperature, chosen.max_tokens, chosen.stop) == (0.5, 32, ["x"])
+    assert resolve(make_config({"rollout.max_tokens": 9})).eval.max_tokens == 9
+
+
+def test_paths_of_held_out_sets_and_the_rollout_of_evaluation_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "aime.jsonl").write_text("")
+    sets = {"aime": "aime.jsonl", "hub": "owner/name", "task": "guess", "own": "tasks.py:make"}
+    config = resolve(make_config({"eval.sets": sets, "eval.rollout": "agents.py:careful"}))
+    assert config.eval.sets == {
+        **sets, "aime": str(tmp_path / "aime.jsonl"), "own": f"{tmp_path / 'tasks.py'}:make"
+    }  # fmt: skip
+    assert config.eval.rollout == f"{tmp_path / 'agents.py'}:careful"

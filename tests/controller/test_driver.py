@@ -19,7 +19,17 @@ from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved
 from outpace.monitoring import fleet_orders
 from outpace.monitoring.line_file import read_lines
 from outpace.tasks.stream import Round, StreamedTasks
-from outpace.types import Failure, FleetMember, GroupOrder, GroupReport, JournalLocation, Outcome, StepReport, Task
+from outpace.types import (
+    EpisodeView,
+    Failure,
+    FleetMember,
+    GroupOrder,
+    GroupReport,
+    JournalLocation,
+    Outcome,
+    StepReport,
+    Task,
+)
 from support import naming
 
 BROKEN_REWARD = Failure("reward broken", "raised", 8)
@@ -220,6 +230,28 @@ async def test_an_evaluation_in_which_every_group_fails_has_no_score(rig: Rig) -
     rig.worker.behave = fail_heldout
     await rig.run()
     assert rig.recorder.build_summary(0, "done").eval_first is None
+
+
+async def show_heldout(order: GroupOrder) -> GroupReport | None:
+    if not order.heldout:
+        return None
+    view = EpisodeView(f"t{order.task}", "24?", "4*6", 1.0, "stop", order.min_version)
+    return GroupReport(order.group, "t", "finished", rewards=[1.0], episodes=1, views=[view] if order.show else [])
+
+
+async def test_completions_of_evaluations_are_saved_by_version(rig: Rig) -> None:
+    rig.worker.behave = show_heldout
+    await rig.run()
+    files = {file.name: list(read_lines(file)) for file in (rig.log.dir / "rollouts/evals").iterdir()}
+    assert sorted(files) == ["step-000000.jsonl", "step-000006.jsonl"]
+    assert [line["task_id"] for line in files["step-000006.jsonl"]] == [f"t{task}" for task in range(5)]
+
+
+async def test_a_run_continues_if_completions_cannot_be_saved(rig: Rig) -> None:
+    (rig.log.dir / "rollouts/evals").write_text("in the way")
+    rig.worker.behave = show_heldout
+    assert await rig.run() == "done"
+    assert rig.recorder.build_summary(0, "done").eval_last == 1.0
 
 
 async def test_journal_segments_are_released_once_no_checkpoint_needs_them(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outpace.monitoring.rollout_files import (
     untrained_groups,
 )
 from outpace.monitoring.run_directory import BatchGroup, RunLog, UntrainedVisit
+from outpace.types import EpisodeView
 
 LOGPROBS = [-0.1, -1.2345678]
 
@@ -186,3 +187,31 @@ def test_an_infinite_logprob_is_read_back_as_nan(tmp_path: Path) -> None:
 def test_every_line_is_a_json_object(run: Path) -> None:
     first = json.loads((run / "rollouts/step-000001.jsonl").read_text().splitlines()[0])
     assert (first["group"], first["attempt"], first["task_id"]) == (0, 0, "t0")
+
+
+def evaluated_versions(run: Path) -> list[str]:
+    return sorted(file.name for file in (run / "rollouts/evals").iterdir())
+
+
+def test_completions_of_evaluations_are_rolled_back_with_the_run(run: Path) -> None:
+    writer = RolloutWriter(run, 10**6)
+    for version in (0, 1, 2):
+        writer.evaluation(version, [EpisodeView("t", "24?", "4*6", 1.0, "stop", version, {"f": 1.0}, "hard", 3)])
+    assert recorded_steps(run) == [1, 2], "they are no rollouts of training"
+    log = RunLog.claim(run, resume=True)
+    log.roll_back(1, accounted=2)
+    log.close()
+    assert evaluated_versions(run) == ["step-000000.jsonl", "step-000001.jsonl"]
+    (line,) = (run / "rollouts/evals/step-000001.jsonl").read_text().splitlines()
+    kept = json.loads(line)
+    assert (kept["task_id"], kept["heldout_set"], kept["attempt"], kept["rewards"]) == ("t", "hard", 3, {"f": 1.0})
+
+
+def test_completions_of_the_oldest_evaluations_are_removed_to_stay_within_the_limit(tmp_path: Path) -> None:
+    limit = 100_000
+    writer = RolloutWriter(tmp_path, limit)
+    for version in range(100):
+        writer.evaluation(version, [EpisodeView("t", "24?", "x" * 500, 1.0, "stop", version)] * 2)
+        assert sum(file.stat().st_size for file in (tmp_path / "rollouts").rglob("*.jsonl")) <= limit
+    assert evaluated_versions(tmp_path)[-1] == "step-000099.jsonl"
+    assert len(evaluated_versions(tmp_path)) > 2

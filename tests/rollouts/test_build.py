@@ -163,3 +163,42 @@ async def test_the_tool_loop_has_the_tools_and_limits_of_the_config(file: str) -
     assert isinstance(rollout, ToolLoop)
     assert rollout.limits == config.rollout
     assert (list(rollout.sources[0].tools), rollout.tool_limits.timeout_s) == (["add"], 2.0)
+
+
+async def test_evaluation_has_the_rollout_of_training_unless_another_is_passed_or_named(file: str) -> None:
+    own = {"eval.rollout": f"{file}:roll"}
+    for config, given in (({}, {}), ({}, {"rollout": single_turn}), ({"rollout.function": f"{file}:roll"}, {})):
+        built = await build_rollout(make_config(config), given)
+        assert built.evaluation is built.rollout
+    for training in ({}, {"tools.functions": [f"{file}:add"]}):
+        named = await build_rollout(make_config(training | own))
+        assert getattr(named.evaluation, "__name__", "") == "roll"
+        passed = await build_rollout(make_config(training), {"eval_rollout": single_turn})
+        assert passed.evaluation is single_turn
+        assert passed.rollout is not named.evaluation
+
+
+async def test_the_tool_loop_of_evaluation_has_the_token_limit_of_evaluation(file: str) -> None:
+    config = make_config({"tools.functions": [f"{file}:add"], "rollout.max_tokens": 8, "eval.max_tokens": 99})
+    built = await build_rollout(config)
+    assert isinstance(built.rollout, ToolLoop)
+    assert isinstance(built.evaluation, ToolLoop)
+    assert (built.rollout.limits.max_tokens, built.evaluation.limits.max_tokens) == (8, 99)
+    assert built.evaluation.sources is built.rollout.sources
+
+
+@pytest.mark.parametrize(
+    ("settings", "objects", "key"),
+    [
+        ({"eval.rollout": "games:nothing"}, {}, "eval.rollout"),
+        ({"eval.rollout": "games:Playing"}, {}, "eval.rollout"),
+        ({"eval.rollout": "games:roll"}, {"eval_rollout": single_turn}, "eval.rollout"),
+        ({}, {"eval_rollout": lambda task: None}, "eval_rollout"),
+    ],
+)
+def test_a_rollout_of_evaluation_that_cannot_be_used_is_refused_before_the_run_starts(
+    file: str, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], objects: dict[str, Any], key: str
+) -> None:
+    monkeypatch.syspath_prepend(Path(file).parent)
+    with pytest.raises(BadInput, match=f"^{key}: "):
+        plan(settings, rewards=(lambda completions: [0.0] * len(completions),), **objects)

@@ -146,7 +146,7 @@ async def make_worker(
             engine.before_failing = functools.partial(until_recorded, engine.answers.answered)
         workers.append(
             RolloutWorker(
-                settings, fleet, chat_format, TASKS, TASKS, rollout or in_environment(Counting), reward_functions,
+                settings, fleet, chat_format, TASKS, {"": TASKS}, rollout or in_environment(Counting), reward_functions,
                 journal, turns=ObservedLog(tmp_path, name, recorded, changed),
             )
         )  # fmt: skip

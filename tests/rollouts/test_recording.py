@@ -86,7 +86,7 @@ def make_worker(
             EngineFleet({"engine-0": engine}),
             TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
             TASKS,
-            None,
+            {},
             rollout,
             RewardFunctions(list(rewards), [1.0] * len(rewards), None),
             journal,

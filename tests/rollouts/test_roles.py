@@ -82,7 +82,7 @@ def run_schedule(tokenizer: Any, make_settings: Callable[..., Config]) -> Callab
             EngineFleet({"e": engine}),
             chat_format,
             [Task("t", "why?")],
-            None,
+            {},
             rollout,
             RewardFunctions([], []),
             journal,
@@ -142,7 +142,7 @@ async def test_the_report_shows_the_answers_and_rewards_of_every_role(
     settings = make_settings()
     tasks: Any = [Task("t", "why?")]
     fleet = EngineFleet({"engine-0": engine})
-    worker = RolloutWorker(settings, fleet, chat_format, tasks, None, debate, RewardFunctions([], []), journal)  # type: ignore[arg-type]
+    worker = RolloutWorker(settings, fleet, chat_format, tasks, {}, debate, RewardFunctions([], []), journal)  # type: ignore[arg-type]
     report = await worker.run(GroupOrder(0, task=0, epoch=0, min_version=3, size=1, show=True))
     await worker.close()
     assert report.reward_parts == {"role_judge": 0.75, "role_solver": 0.25, "rollout": 0.0}

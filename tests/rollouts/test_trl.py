@@ -93,7 +93,7 @@ async def test_a_trl_environment_and_a_reward_that_reads_it_produce_a_group(
         EngineFleet({"engine-0": make_engine(scripted_answer)}),
         TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
         [Task("t", [{"role": "user", "content": "Count."}], {"start": 10})],
-        None,
+        {},
         built.rollout,
         RewardFunctions(functions, [1.0, 0.0]),
         journal,

@@ -22,7 +22,7 @@ import pytest
 from outpace.checkpoint import journal
 from outpace.config import Config
 from outpace.config.algorithm import AdvantageConfig
-from outpace.config.sections import RewardsConfig
+from outpace.config.sections import EvalConfig, RewardsConfig
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
@@ -48,6 +48,7 @@ from support import naming
 CHAT = [{"role": "user", "content": "hi"}]
 TASKS = [Task("t0", "hi", {"answer": "yes"}), Task("t1", "ho", {"answer": "no"}), Task("t2", CHAT, {"answer": "yes"})]
 HELDOUT = [Task("h0", "hey", {"answer": "yes"})]
+HARD = [Task("hard0", "hmm", {"answer": "no"})]
 ANSWERS = ["yes<|end|>", "no<|end|>"]
 
 
@@ -82,13 +83,21 @@ def make_worker(
         advantage: str = "dr_grpo",
         pool: GraderPool | None = None,
         overlong: RewardsConfig | None = None,
+        evaluation: EvalConfig | None = None,
+        evaluation_rollout: Any = None,
     ) -> RolloutWorker:
-        sections = {"advantage": AdvantageConfig(name=advantage), **({"rewards": overlong} if overlong else {})}
+        sections: dict[str, Any] = {"advantage": AdvantageConfig(name=advantage)}
+        sections |= {"rewards": overlong} if overlong else {}
+        sections |= {"eval": evaluation} if evaluation else {}
         config = make_settings(max_tokens=6).model_copy(update=sections)
         chat_format = TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,))
         reward_functions = RewardFunctions(list(rewards), weights or [1.0] * len(rewards), pool)
         fleet = EngineFleet({f"engine-{number}": engine for number, engine in enumerate(engines)})
-        return RolloutWorker(config, fleet, chat_format, TASKS, HELDOUT, rollout, reward_functions, writer)
+        heldout = {"": HELDOUT, "hard": HARD}
+        return RolloutWorker(
+            config, fleet, chat_format, TASKS, heldout, rollout, reward_functions, writer,
+            evaluation_rollout=evaluation_rollout,
+        )  # fmt: skip
 
     return make
 
@@ -518,6 +527,60 @@ async def test_every_evaluation_uses_the_same_seeds_and_training_uses_others(
     seeds = [sampling.seed for sampling in engine.samplings.values()]
     assert seeds[0] == seeds[1]
     assert len(set(seeds)) == 3
+
+
+async def test_an_attempt_of_an_evaluation_has_the_same_seed_alone_as_in_a_group(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    engine = make_engine(by_episode)
+    worker = make_worker(engine)
+    await worker.run(order(0, size=3, heldout=True))
+    for attempt in (1, 2):
+        await worker.run(order(attempt, size=1, heldout=True, draw=0, first_attempt=attempt))
+    seeds = [sampling.seed for sampling in engine.samplings.values()]
+    assert len(set(seeds[:3])) == 3
+    assert seeds[3:] == seeds[1:3]
+
+
+async def test_evaluation_samples_with_its_own_settings_and_training_with_those_of_the_rollout(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    engine = make_engine(by_episode)
+    chosen = EvalConfig(seed=99, temperature=0.25, max_tokens=40, stop=["!"], top_p=0.5, top_k=7)
+    worker = make_worker(engine, evaluation=chosen)
+    await worker.run(order(0, size=1, heldout=True))
+    await worker.run(order(1))
+    evaluated, trained, _ = engine.samplings.values()
+    assert (evaluated.temperature, evaluated.max_tokens, evaluated.stop_strings) == (0.25, 40, ["!"])
+    assert (evaluated.top_p, evaluated.top_k) == (0.5, 7)
+    assert (trained.temperature, trained.max_tokens, trained.stop_strings) == (0.5, 6, ["\n"])
+    assert (trained.top_p, trained.top_k) == (1.0, 0)
+
+
+async def test_evaluation_runs_its_own_rollout(make_engine: Any, make_worker: MakeWorker) -> None:
+    async def half(task: Task, client: ModelClient) -> float:
+        await client.sample(task.prompt)
+        return 0.5
+
+    worker = make_worker(make_engine(by_episode), evaluation_rollout=half)
+    assert (await worker.run(order(0, size=1, heldout=True))).rewards == [1.5]
+    assert (await worker.run(order(1))).rewards == [1.0, 0.0]
+
+
+async def test_tasks_of_a_named_held_out_set_are_reported_with_their_rewards_by_function(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    def brief(completions: list[str]) -> list[float]:
+        return [0.25] * len(completions)
+
+    worker = make_worker(make_engine(by_episode), rewards=[("correct", correct), ("brief", brief)], weights=[1.0, 2.0])
+    named = order(4, size=1, heldout=True, heldout_set="hard", first_attempt=1, show=True)
+    report = await worker.run(named)
+    assert (report.task_id, report.rewards) == ("hard0", [1.5])
+    assert report.parts == [{"correct": 1.0, "brief": 0.25}]
+    (view,) = report.views
+    assert (view.heldout_set, view.attempt, view.completion, view.rewards) == ("hard", 1, "no", report.parts[0])
+    assert (await worker.run(order(5))).parts == [], "of training groups, the journal has them"
 
 
 async def test_a_failed_held_out_task_reports_its_error(make_engine: Any, make_worker: MakeWorker) -> None:

@@ -13,10 +13,12 @@ import pytest
 import outpace as api
 from outpace.cli import main
 from outpace.commands.evaluate import evaluate_model
+from outpace.config.load import make_config
 from outpace.errors import BadInput
-from outpace.run.objects import reference_of
-from outpace.run.plan import load_run_with_objects
-from support import INLINE, naming
+from outpace.monitoring.line_file import read_lines
+from outpace.run.objects import SavedObjects, reference_of
+from outpace.run.plan import load_run_with_objects, make_plan
+from support import INLINE, naming, write_config
 
 Settings = dict[str, Any]
 
@@ -48,6 +50,10 @@ def top_level(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
+async def careful(task: api.Task, client: Any) -> None:
+    await client.sample(task.prompt, temperature=0.0)
+
+
 @pytest.fixture
 def small(settings: Settings) -> Settings:
     own = {key: value for key, value in settings.items() if key not in ("tasks.path", "rewards.functions")}
@@ -68,14 +74,32 @@ def run_script(directory: Path, small: Settings, guard: str) -> Path:
 def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(
     small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_script(tmp_path, {**small, "eval.count": 4}, 'if __name__ == "__main__": ')
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELDOUT[:2]))
+    sets = {"more": str(tmp_path / "more.jsonl")}
+    evaluation = {"eval.count": 4, "eval.attempts": 2, "eval.k": [1, 2], "eval.sets": sets, "eval.max_tokens": 6}
+    run = run_script(tmp_path, small | evaluation, 'if __name__ == "__main__": ')
     capsys.readouterr()
-    assert main(["eval", str(run)]) == 0
+    completions = tmp_path / "completions.jsonl"
+    assert main(["eval", str(run), "--completions", str(completions)]) == 0
     measured = json.loads(capsys.readouterr().out)
     assert (measured["eval/count"], measured["eval/failed"]) == (4, 0), "the tasks that the run itself evaluates"
     last = json.loads((run / "summary.json").read_text())["evals"][-1]
     assert measured["eval/reward"] == pytest.approx(last["reward"], abs=0.02)
-    assert "eval/stderr" in measured
+    own = list(read_lines(run / "evals.jsonl"))[-1]
+    assert measured.keys() - {"model"} == own.keys() - {"step", "eval/version", "eval/version_newest"}
+    assert measured.keys() >= {
+        "eval/stderr",
+        "eval/p50",
+        "eval/pass@2",
+        "eval/more/reward",
+        "eval/reward/wanted_length/p90",
+    }
+    for lines in (read_lines(completions), read_lines(run / "rollouts/evals/step-000001.jsonl")):
+        kept = [(line["heldout_set"], line["task_id"], line["attempt"]) for line in lines]
+        assert kept == [
+            (name, f"held{task}", attempt) for name, count in (("", 4), ("more", 2))
+            for task in range(count) for attempt in range(2)
+        ]  # fmt: skip
 
 
 def test_a_script_that_trains_when_it_is_imported_is_refused_and_starts_nothing(
@@ -112,6 +136,21 @@ def test_a_run_without_held_out_tasks_is_not_evaluated_on_other_tasks(small: Set
     api.Trainer(tasks=ROWS, rewards=top_level, config=config, quiet=True).train()
     with pytest.raises(BadInput, match=r"^tasks\.eval_path: "):
         load_run_with_objects(Path(small["run.dir"]), ["--eval.count=4"])
+
+
+def test_a_run_of_python_objects_is_evaluated_on_held_out_tasks_that_its_config_names(
+    small: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HELDOUT))
+    run = tmp_path / "objects"
+    run.mkdir()
+    write_config(run, make_config({**small, "eval.count": 3}), ["tasks", "rewards", "eval_rollout"])
+    references = {"rewards": [f"{__name__}:top_level"], "eval_rollout": f"{__name__}:careful"}
+    SavedObjects(references).write(run)
+    for setting, name in (("--eval.sets=more=", "more"), ("--tasks.eval_path=", "")):
+        config, objects = load_run_with_objects(run, [f"{setting}{tmp_path / 'more.jsonl'}"])
+        assert getattr(objects.eval_rollout, "__name__", "") == "careful"
+        assert make_plan(config, objects).eval_counts == {name: 3}
 
 
 def test_only_objects_that_another_process_can_import_have_a_reference() -> None:

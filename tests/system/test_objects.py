@@ -123,8 +123,14 @@ async def test_evaluate_measures_the_base_model_and_then_the_newest_checkpoint(
 ) -> None:
     config = {**settings, **INLINE, "run.steps": 2, "eval.count": 4, "eval.holdout": 0.25}
     config |= {"rewards.functions": [f"{rewards}:vowels", f"{rewards}:always"], "rewards.weights": [1.0, 0.5]}
-    trainer = api.Trainer(config=config, quiet=True)
+    config |= {"eval.attempts": 2, "eval.k": [2], "eval.solved_at": 0.5}
+
+    async def brief(task: api.Task, client: Any) -> None:
+        await client.sample(task.prompt, max_tokens=1)
+
+    trainer = api.Trainer(eval_rollout=brief, config=config, quiet=True)
     before = trainer.evaluate()  # though a loop is running
+    assert (before.tokens, before.pass_at[2].mean, len(before.views)) == (8, 1.0, 8)
     assert (before.version, before.count) == (0, 4)
     assert before.stderr is not None
     assert set(before.rewards) == {"vowels", "always"}

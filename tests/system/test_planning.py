@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from outpace import register_task
 from outpace.checkpoint import commit
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
@@ -305,3 +306,19 @@ def test_an_eval_count_above_the_number_of_held_out_tasks_gives_a_warning() -> N
     assert plan_of({"eval.count": 5}, **OWN).eval_warning == ""
     assert plan_of({"eval.count": 0}, **OWN).eval_warning == ""
     assert plan_of({"eval.holdout": 0.0}, tasks=ROWS).eval_warning == "", "nothing is held out on purpose"
+
+
+def test_every_held_out_set_is_evaluated_on_at_most_eval_count_tasks(heldout_file: Path) -> None:
+    plan = plan_of({"eval.count": 3, "eval.sets": {"more": str(heldout_file)}}, **OWN)
+    assert (plan.heldout, plan.sets, plan.eval_counts) == (5, {"more": 5}, {"": 3, "more": 3})
+    alone = plan_of({"eval.holdout": 0.0, "eval.sets": {"more": str(heldout_file)}}, tasks=ROWS)
+    assert alone.eval_counts == {"more": 5}
+    assert plan_of({"eval.count": 0, "eval.sets": {"more": str(heldout_file)}}, **OWN).eval_counts == {}
+
+
+def test_a_registered_task_that_is_only_a_held_out_set_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
+    register_task("mine")(lambda config: (ROWS, [Task("held", "say it")]))
+    plan = plan_of({"eval.sets": {"own": "mine"}}, **OWN)
+    assert plan.sets == {"own": 1}
+    assert list(by_value.unpickle_objects(plan.code)["registered"].tasks) == ["mine"]

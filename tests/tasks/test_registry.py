@@ -10,7 +10,16 @@ from outpace.protocols import TaskSource
 from outpace.rewards.builtin import solves
 from outpace.runtime import by_value
 from outpace.tasks.dataset import Dataset
-from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train, register
+from outpace.tasks.registry import (
+    ReopenedSource,
+    TaskSources,
+    is_task_name,
+    open_heldout,
+    open_sets,
+    open_tasks,
+    open_train,
+    register,
+)
 from support import names
 
 
@@ -146,3 +155,31 @@ def test_a_reopened_source_is_pickled_as_its_config(tmp_path: Path) -> None:
         arrived = by_value.unpickle_objects(carried)["tasks"]
         assert (len(arrived), arrived[0].id) == (20, first)
         assert b"a5" not in carried, "the rows are not pickled"
+
+
+@pytest.mark.parametrize("text", ["countdown", "mine", "package.module:make", "a/b.py:make", "reasoning_gym/spell"])
+def test_names_of_tasks_are_told_from_paths(text: str) -> None:
+    assert is_task_name(text)
+
+
+@pytest.mark.parametrize("text", ["a.jsonl", "b.parquet", "dir/file", "owner/name", "owner/name:configuration"])
+def test_paths_are_told_from_names_of_tasks(text: str) -> None:
+    assert not is_task_name(text)
+
+
+def test_a_held_out_set_is_a_file_or_the_held_out_tasks_of_a_task(tmp_path: Path) -> None:
+    (tmp_path / "hard.jsonl").write_text('{"prompt": "p", "id": "h0"}\n')
+    sets = {"hard": str(tmp_path / "hard.jsonl"), "sums": "arithmetic"}
+    opened = open_sets(make_config({"eval.sets": sets, "tasks.path": "unused.jsonl"}))
+    assert list(opened) == ["hard", "sums"]
+    assert ids(opened["hard"]) == ["h0"]
+    assert ids(opened["sums"]) == ids(open_tasks(make_config({"tasks.name": "arithmetic"}))[1])
+
+
+def test_a_held_out_set_that_cannot_be_used_is_rejected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
+    register("trained")(lambda config: (Dataset([{"prompt": "a"}]), None))
+    for place in ("nowhere.jsonl", "countdwn", "trained"):
+        with pytest.raises(BadInput, match=r"^eval\.sets\.mine: ") as caught:
+            open_sets(make_config({"eval.sets": {"mine": place}}))
+        assert names(str(caught.value), place if place != "countdwn" else "countdown?")

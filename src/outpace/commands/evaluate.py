@@ -15,6 +15,8 @@ from outpace.config.defaults import with_values
 from outpace.config.load import load_config
 from outpace.controller.evaluation import Evaluation, Evaluator
 from outpace.errors import BadInput
+from outpace.monitoring.line_file import write_atomically
+from outpace.monitoring.rollout_files import json_lines
 from outpace.run.plan import RunPlan, UserObjects, load_run_with_objects, make_plan
 from outpace.run.start import launch
 from outpace.runtime.async_tools import gather_or_cancel
@@ -23,8 +25,11 @@ from outpace.runtime.components import Runtime
 from outpace.types import FleetMember
 
 
-def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Evaluate `model.path`, or a run's newest complete checkpoint on that run's held-out tasks."""
+def evaluate_model(run: Path | None, settings: Sequence[str], completions: Path | None = None) -> dict[str, Any]:
+    """Evaluate `model.path`, or a run's newest complete checkpoint on that run's held-out tasks. Writes the attempts to
+    the file `completions` as JSON lines, up to `eval.save_completions`."""
+    if completions is not None and not completions.absolute().parent.is_dir():
+        raise BadInput(f"--completions: there is no directory {completions.absolute().parent}")
     if run is None:
         config, objects = load_config(None, settings), UserObjects()
     else:
@@ -34,6 +39,8 @@ def evaluate_model(run: Path | None, settings: Sequence[str]) -> dict[str, Any]:
         if run is not None:
             overrides["model.path"] = str(export(run, directory / "model"))
         evaluation = evaluate_plan(make_plan(with_values(config, overrides), objects), directory)
+    if completions is not None:
+        write_atomically(completions, json_lines(evaluation.views))
     measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
     return {"model": str(run or config.model.path), **measured}
 
@@ -47,8 +54,8 @@ def evaluate_plan(plan: RunPlan, directory: Path) -> Evaluation:
             "engine.urls: evaluation sends no weights, so a running server may hold the wrong ones; "
             "leave this empty to launch a server"
         )
-    if plan.eval_count == 0:
-        raise BadInput("eval.count: there are no held-out tasks; set tasks.eval_path or a larger eval.holdout")
+    if not plan.eval_counts:
+        raise BadInput("eval.count: no task is evaluated; set it, tasks.eval_path, eval.sets or a larger eval.holdout")
     if plan.eval_warning:
         print(f"outpace: {plan.eval_warning}", file=sys.stderr)
     loop = asyncio.new_event_loop()
@@ -81,7 +88,7 @@ async def _evaluate(plan: RunPlan, directory: Path) -> Evaluation:
         workers = [*started.values()]
         members = [FleetMember(name, socket, serves=True) for name, socket in launcher.specs.sockets.items()]
         await gather_or_cancel(*(worker.fleet(members) for worker in workers))
-        evaluator = Evaluator(plan.eval_count, plan.config.eval.max_running)
+        evaluator = Evaluator(plan.eval_counts, plan.config.eval)
         work = evaluator.run(0, lambda order: workers[order.group % len(workers)].run(order), pinned=False)
         return await _or_component_failure(work, launcher.runtime)
 

@@ -57,11 +57,14 @@ def unset_defaults(config: Config, own_tasks: bool, now: datetime | None = None)
     """Return the values to set, by dotted key."""
     engines = config.engine.count or len(config.engine.urls) or 1
     slots = config.engine.slots or _default_slots(config, engines)
+    of_model = MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS)
     unset: dict[str, Any] = {
-        **MODEL_DEFAULTS.get(config.model.path, OTHER_MODELS),
+        **of_model,
         "engine.slots": slots,
         "pacing.max_running": 2 * slots * engines,
         "eval.temperature": config.rollout.temperature,
+        "eval.max_tokens": config.rollout.max_tokens or of_model["rollout.max_tokens"],
+        "eval.stop": config.rollout.stop,
         "run.dir": default_directory(now),
     }
     if config.lora.rank > 0:
@@ -130,6 +133,23 @@ def by_section(values: Values) -> dict[str, dict[str, Any]]:
         name, _, key = dotted.partition(".")
         sections.setdefault(name, {})[key] = value
     return sections
+
+
+def evaluation_config(config: Config) -> Config:
+    """Return the config that held-out episodes sample with: the settings and the seed of `eval` instead of those of
+    training."""
+    chosen, trained = config.eval, config.rollout
+    return with_values(
+        config,
+        {
+            "rollout.temperature": trained.temperature if chosen.temperature is None else chosen.temperature,
+            "rollout.max_tokens": chosen.max_tokens or trained.max_tokens,
+            "rollout.stop": trained.stop if chosen.stop is None else chosen.stop,
+            "rollout.top_p": chosen.top_p,
+            "rollout.top_k": chosen.top_k,
+            "run.seed": chosen.seed,
+        },
+    )
 
 
 # ------------------------------------------------------------------------------------------------ dependent defaults

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from outpace.config.algorithm import (
     AdvantageConfig,
@@ -246,13 +245,6 @@ class RolloutConfig(Section):
         """The configured environment class, or None if it is not set or disabled with `none`."""
         return None if self.environment == "none" else self.environment
 
-    @field_validator("stop")
-    @classmethod
-    def _no_empty_stop(cls, stop: list[str]) -> list[str]:
-        if "" in stop:
-            raise PydanticCustomError("empty_stop", "should not contain an empty string: it ends every completion")
-        return stop
-
 
 class PacingConfig(Section):
     """Batch size and staleness limits.
@@ -336,14 +328,36 @@ class EvalConfig(Section):
     every: int = Field(default=0, ge=0)
     """Evaluation interval in steps; 0 evaluates only before the first step and after the last."""
     count: int = Field(default=512, ge=0)
-    """Number of held-out tasks to evaluate on; 0 disables evaluation."""
+    """Number of held-out tasks to evaluate on, in each set; 0 disables evaluation."""
+    attempts: int = Field(default=1, ge=1)
+    """Attempts at each held-out task. The reward of a task is the mean over its attempts."""
+    k: list[int] = [1]
+    """Values of k for the metric pass@k: the probability that at least one of k attempts solves a task. At most
+    `eval.attempts`."""
+    solved_at: float = 1.0
+    """An attempt solves its task if its reward is at least this."""
+    sets: dict[str, str] = {}
+    """Further held-out sets: name to a path, as in `tasks.eval_path`, or to a task, as in `tasks.name`, whose held-out
+    tasks are used. Their metrics are `eval/<name>/…`."""
+    rollout: str | None = None
+    """Rollout function of evaluation, as `package.module:function`. Default: the rollout of training."""
     temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature of evaluation. Default: the training temperature."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Token limit of one completion in evaluation. Default: `rollout.max_tokens`."""
+    stop: list[str] | None = None
+    """Stop strings of evaluation. Default: `rollout.stop`."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling in evaluation: sample only from the most likely tokens with this total probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample only from this many most likely tokens in evaluation; 0 disables it."""
     seed: int = Field(default=1234, ge=0, le=MAX_SEED)
     """Seed of evaluation sampling and of the choice of held-out tasks. It is independent of run.seed, so that two
     evaluations differ only in the policy."""
     max_running: int = Field(default=64, ge=1)
-    """Maximum concurrent evaluation episodes, in addition to training episodes."""
+    """Maximum concurrent evaluation episodes over all sets, in addition to training episodes."""
+    save_completions: int = Field(default=512, ge=0)
+    """Completions of each evaluation to save in `rollouts/evals/`, over all sets; 0 saves none."""
     holdout: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of a dataset to hold out when it has no held-out tasks."""
 

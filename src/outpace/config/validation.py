@@ -10,6 +10,7 @@ Conditions that depend on the machine (is there a GPU, does the server have the 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
@@ -115,6 +116,7 @@ FUNCTION_KEYS = (
     "tasks.producer",
     "rollout.function",
     "rollout.environment",
+    "eval.rollout",
     "policy_loss.name",
     "advantage.name",
     "advantage.normalizer",
@@ -125,6 +127,9 @@ FUNCTION_KEYS = (
 FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions", "run.report_to")
 PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python", "report.python")
 """Settings that may hold a path on this machine."""
+
+SET_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+"""Names of held-out sets. A set called `reward` is refused: its metrics would have the names of reward functions."""
 
 TRUNCATION_BIAS = "truncated sampling biases the importance weights: the learner cannot tell which tokens were kept"
 
@@ -170,6 +175,7 @@ def _with_absolute_files(config: Config) -> Config:
     values |= {key: [absolute_reference(name) for name in get_value(config, key)] for key in FUNCTION_LIST_KEYS}
     values["environment.kinds"] = {kind: absolute_reference(name) for kind, name in config.environment.kinds.items()}
     values |= {key: _absolute_path(path) for key in PATH_KEYS if (path := get_value(config, key)) is not None}
+    values["eval.sets"] = {name: _absolute_path(absolute_reference(at)) for name, at in config.eval.sets.items()}
     if config.weights.dir is not None:
         values["weights.dir"] = str(Path(config.weights.dir).expanduser().absolute())
     return with_defaults(config, values)
@@ -307,6 +313,19 @@ def _check_sampling(config: Config) -> Iterator[str]:
         yield f"rollout.top_p: {TRUNCATION_BIAS}; leave it at 1.0"
     if config.rollout.top_k > 0:
         yield f"rollout.top_k: {TRUNCATION_BIAS}; leave it at 0"
+    for key in ("rollout.stop", "eval.stop"):
+        if "" in (get_value(config, key) or ()):
+            yield f"{key}: contains an empty string, which ends every completion; remove it"
+
+
+def _check_evaluation(config: Config) -> Iterator[str]:
+    settings = config.eval
+    for k in settings.k:
+        if not 1 <= k <= settings.attempts:
+            yield f"eval.k: {k} is not between 1 and eval.attempts, which is {settings.attempts}; change one of the two"
+    for name in settings.sets:
+        if not SET_NAME.fullmatch(name) or name == "reward":
+            yield f"eval.sets: {one_line(name, 60)!r} cannot name a set; use letters, digits, _, . and -, not reward"
 
 
 def _check_publish_interval(config: Config) -> Iterator[str]:
@@ -343,6 +362,7 @@ RULES: tuple[Rule, ...] = (
     _check_rollout_source,
     _check_memory_limits,
     _check_sampling,
+    _check_evaluation,
     _check_publish_interval,
     _check_deterministic,
     _check_report,

@@ -48,6 +48,7 @@ from outpace.controller.supervisor import AwakeClock, ComponentSupervisor, Watch
 from outpace.controller.task_feed import ProducerRounds, StreamRounds, TaskFeed
 from outpace.controller.training import SaveCheckpoint, Training
 from outpace.errors import ComponentFailed, ComponentLost, Stalled
+from outpace.monitoring.rollout_files import RolloutWriter
 from outpace.protocols import TaskStream
 from outpace.runtime import diagnostics
 from outpace.tasks.stream import FILE as STREAM_FILE
@@ -113,6 +114,7 @@ class Driver:
             self._watchdog.record_progress,
             post,
             scheduler.settings.eval_pinned,
+            RolloutWriter(recorder.log.dir, config.run.rollouts_mb * 10**6),
         )
         self._membership = (
             FleetMembership(

@@ -20,6 +20,7 @@ from outpace.controller.evaluation import Evaluation, Evaluator
 from outpace.controller.recorder import Recorder
 from outpace.controller.supervisor import ComponentRemoved, ComponentSupervisor
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, UpdateFailed, UpdateTorn
+from outpace.monitoring.rollout_files import RolloutWriter
 from outpace.runtime import diagnostics
 from outpace.runtime.async_tools import backoff_s, gather_or_cancel
 from outpace.types import GroupOrder, GroupReport, LoadReport, Manifest, Version
@@ -48,9 +49,10 @@ class PolicyVersions:
         on_progress: Callable[[], None],
         post: PostEvent,
         pins: bool,
+        completions: RolloutWriter,
     ) -> None:
         """`run_order` runs an order on a worker; `on_progress` is called as an evaluation advances. `pins`: engines
-        have a second weight set for evaluation."""
+        have a second weight set for evaluation. `completions` saves those of evaluations."""
         self._components = components
         self._supervisor = supervisor
         self._registry = registry
@@ -60,6 +62,7 @@ class PolicyVersions:
         self._on_progress = on_progress
         self._post = post
         self._pins = pins
+        self._completions = completions
         self._manifests: dict[Version, Manifest] = {}
         self._failures: Counter[tuple[str, int]] = Counter()  # failed loads in a row, by engine and restart count
         self._longest_s = 0.0  # longest successful load
@@ -143,6 +146,10 @@ class PolicyVersions:
                 result = await self._evaluator.run(
                     action.version, self._run_order, pinned=False, progress=self._on_progress
                 )
+        try:
+            await asyncio.to_thread(self._completions.evaluation, action.version, result.views)
+        except OSError as error:  # a full disk must not end the run
+            self._recorder.console.status(f"cannot save the completions of version {action.version}: {error.strerror}")
         self._recorder.evaluated(result)
         diagnostics.crash_point("controller.evaluated")
         self._post(ev.EvaluationDone(action.version))

@@ -144,12 +144,14 @@ class Recorder:
             self._meter.add(name, value)
         self.callbacks.post("on_evaluation", evaluation.version, {"step": evaluation.version} | metrics)
         self.summary.failures(evaluation.failures)
-        result = evaluation.result
-        if result is None:
+        if result := evaluation.result:
+            self.summary.evaluation(result)
+            self.console.evaluation(result)
+        else:
             self.console.status(f"version {evaluation.version} could not be evaluated: {evaluation.reason}")
-            return
-        self.summary.evaluation(result)
-        self.console.evaluation(result)
+        for name in evaluation.sets:
+            if result := parse_eval_result(evaluation.version, metrics, f"eval/{name}"):
+                self.console.evaluation(result, name)
 
     # --------------------------------------------------------------------------------------------------- each step
 

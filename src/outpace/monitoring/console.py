@@ -216,11 +216,14 @@ class ProgressConsole:
             self._last_line_s = self.view.clock()
             self._print(plain_line(self.view))
 
-    def evaluation(self, result: EvalResult) -> None:
-        self.view.evals.append(result)
-        self._redraw()
+    def evaluation(self, result: EvalResult, name: str = "") -> None:
+        """Show the result of an evaluation. That of a named held-out set is not part of the panel and the report."""
+        if not name:
+            self.view.evals.append(result)
+            self._redraw()
         if self._plain:
-            self._print(f"{_score_name([result])} at version {result.version}: {_score(result)}{_task_count(result)}")
+            what = f"{_score_name([result])}{f' of {name}' if name else ''} at version {result.version}"
+            self._print(f"{what}: {_score(result)}{_task_count(result)}")
 
     def finish(self, summary: Summary, run_dir: str | Path, views: Sequence[EpisodeView] = ()) -> None:
         """Close the live view and print the final report."""

@@ -2,9 +2,11 @@
 
     rollouts/step-000012.jsonl              groups that step 12 was trained on, up to `run.save_rollouts` of them
     rollouts/filtered/group-000034.jsonl    a group without learning signal; likewise failed/ and dropped/
+    rollouts/evals/step-000012.jsonl        attempts in the evaluation of version 12, up to `eval.save_completions`
 
-Each line is one attempt. Workers write these files, so that neither text nor tokens pass through the controller.
-`outpace.read_rollouts` and `outpace show` read them, also while the run is active.
+Each line is one attempt. Workers write the files of training, so that neither text nor tokens pass through the
+controller; `outpace.read_rollouts` and `outpace show` read them, also while the run is active. The controller writes
+the files of evaluations, with text only (`EpisodeView`).
 
 Invariants
 - A file appears complete, by a rename, and never changes afterwards.
@@ -28,7 +30,7 @@ import numpy as np
 from outpace.config.load import read_resolved
 from outpace.errors import BadInput
 from outpace.monitoring.line_file import read_lines, write_atomically
-from outpace.types import OBSERVED, Bools, Floats, Ints
+from outpace.types import OBSERVED, Bools, EpisodeView, Floats, Ints
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ AttemptOutcome = Literal["trained", "filtered", "failed", "dropped"]
 OUTCOMES: tuple[AttemptOutcome, ...] = get_args(AttemptOutcome)
 UNTRAINED: tuple[AttemptOutcome, ...] = ("filtered", "failed", "dropped")
 
-SHARES = {"trained": 0.625, "filtered": 0.125, "failed": 0.125, "dropped": 0.125}
+EVALS = "evals"
+SHARES = {"trained": 0.5, "filtered": 0.125, "failed": 0.125, "dropped": 0.125, EVALS: 0.125}
 """Shares of `run.rollouts_mb`. They are separate so that many filtered groups cannot displace the failed ones."""
 
 _NUMBERED = re.compile(r"(step|group)-(\d+)\.jsonl")
@@ -145,12 +148,17 @@ class RolloutWriter:
         self._untrained = {
             outcome: _BoundedFolder(root / outcome, int(max_bytes * SHARES[outcome]), writers) for outcome in UNTRAINED
         }
+        self._evaluations = _BoundedFolder(root / EVALS, int(max_bytes * SHARES[EVALS]), writers)
 
     def step(self, step: int, attempts: Sequence[RecordedAttempt]) -> None:
         self._steps.write(f"step-{step:06d}.jsonl", attempts)
 
     def untrained(self, outcome: AttemptOutcome, group: int, attempts: Sequence[RecordedAttempt]) -> None:
         self._untrained[outcome].write(f"group-{group:06d}.jsonl", attempts)
+
+    def evaluation(self, version: int, views: Sequence[EpisodeView]) -> None:
+        if views:
+            self._evaluations.write(f"step-{version:06d}.jsonl", views)
 
 
 class _BoundedFolder:
@@ -163,10 +171,10 @@ class _BoundedFolder:
         self._added = self._trim_after  # trim at the first write: the existing size is unknown
         self._lock = threading.Lock()
 
-    def write(self, name: str, attempts: Sequence[RecordedAttempt]) -> None:
-        data = b"".join(msgspec.json.encode(attempt) + b"\n" for attempt in attempts)
+    def write(self, name: str, attempts: Sequence[RecordedAttempt | EpisodeView]) -> None:
+        data = json_lines(attempts)
         self._path.mkdir(parents=True, exist_ok=True)
-        write_atomically(self._path / name, data.decode(), durable=False)
+        write_atomically(self._path / name, data, durable=False)
         with self._lock:
             self._added += len(data)
             if self._added >= self._trim_after:
@@ -182,6 +190,10 @@ class _BoundedFolder:
                 path.unlink(missing_ok=True)
 
 
+def json_lines(attempts: Sequence[RecordedAttempt | EpisodeView]) -> str:
+    return b"".join(msgspec.json.encode(attempt) + b"\n" for attempt in attempts).decode()
+
+
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
@@ -192,10 +204,10 @@ def _size(path: Path) -> int:
 def roll_back(run: Path, step: int, finalized: Collection[int]) -> None:
     """Delete the files of steps after `step`, of groups not in `finalized`, and temporary files left by a kill."""
     root = run / ROLLOUTS_FOLDER
-    for folder in (root, *(root / outcome for outcome in UNTRAINED)):
+    for folder in (root, *(root / name for name in (*UNTRAINED, EVALS))):
         for path in folder.glob(".*"):
             path.unlink()
-    for path in _numbered(root):
+    for path in (*_numbered(root), *_numbered(root / EVALS)):
         if _number_of(path) > step:
             path.unlink()
     for outcome in UNTRAINED:

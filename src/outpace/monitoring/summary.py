@@ -138,16 +138,16 @@ class SummaryBuilder:
         )
 
 
-def parse_eval_result(version: int, metrics: Mapping[str, float]) -> EvalResult | None:
+def parse_eval_result(version: int, metrics: Mapping[str, float], prefix: str = "eval") -> EvalResult | None:
     """Parse the result from a record of evals.jsonl; None if no task could be scored."""
-    if "eval/reward" not in metrics:
+    if f"{prefix}/reward" not in metrics:
         return None
     return EvalResult(
         version,
-        metrics["eval/reward"],
-        metrics.get("eval/stderr"),
-        round(metrics.get("eval/count", 0)),
-        bool(metrics.get("eval/binary", 0)),
+        metrics[f"{prefix}/reward"],
+        metrics.get(f"{prefix}/stderr"),
+        round(metrics.get(f"{prefix}/count", 0)),
+        bool(metrics.get(f"{prefix}/binary", 0)),
     )
 
 

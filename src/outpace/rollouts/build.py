@@ -4,17 +4,20 @@ rollout.function, Trainer(rollout=…)    custom function
 rollout.agent                           one program per episode, served by the gateway
 environment, tools, or both             tool loop
 none of these                           single turn: one prompt, one answer
+
+`eval.rollout` and Trainer(eval_rollout=…) name another function for evaluation.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
+from outpace.config.defaults import evaluation_config
 from outpace.errors import BadInput, one_line
 from outpace.protocols import Rollout
 from outpace.rollouts import agent_process, episode
@@ -34,14 +37,15 @@ from outpace.runtime.references import load_function
 from outpace.types import Task
 
 PythonObjects = Mapping[str, Any]
-"""Objects passed from Python, by argument name: `rollout`, `environment`, `tools`."""
+"""Objects passed from Python, by argument name: `rollout`, `eval_rollout`, `environment`, `tools`."""
 
 
 @dataclass
 class BuiltRollout:
-    """A rollout, and the callbacks that close its resources."""
+    """A rollout, that of evaluation, and the callbacks that close their resources."""
 
     rollout: Rollout
+    evaluation: Rollout
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     async def close(self) -> None:
@@ -52,11 +56,12 @@ class BuiltRollout:
 async def build_rollout(config: Config, given: PythonObjects | None = None) -> BuiltRollout:
     """Build the rollout. Connects to the MCP servers in `tools.mcp`."""
     given = given or {}
+    evaluation = _evaluation_rollout(config, given)
     if (custom_rollout := _custom_rollout(config, given)) is not None:
-        return BuiltRollout(custom_rollout)
+        return BuiltRollout(custom_rollout, evaluation or custom_rollout)
     origins, tools = resolve_kinds(config, given.get("environment")), _tools(config, given)
     if not origins and not tools and not config.tools.mcp:
-        return BuiltRollout(single_turn)
+        return BuiltRollout(single_turn, evaluation or single_turn)
     servers = await open_servers(config.tools.mcp) if config.tools.mcp else []
     sources: list[ToolSource] = [FunctionTools(tools), *servers]
     try:
@@ -68,8 +73,10 @@ async def build_rollout(config: Config, given: PythonObjects | None = None) -> B
         raise
     environments = EnvironmentSessions(origins, config.environment, config.tools) if origins else None
     closers: list[Callable[[], Awaitable[None]]] = [lambda: close_servers(servers)]
+    loop = ToolLoop(sources, environments, config.rollout, config.tools)
     return BuiltRollout(
-        ToolLoop(sources, environments, config.rollout, config.tools),
+        loop,
+        evaluation or replace(loop, limits=evaluation_config(config).rollout),
         closers if environments is None else [environments.close, *closers],
     )
 
@@ -78,6 +85,7 @@ def check_rollout(config: Config, given: PythonObjects, first: Task | None = Non
     """Check the rollout settings before anything starts; raises `BadInput`.
 
     Returns whether the rollout gives its own reward."""
+    _evaluation_rollout(config, given)
     if _custom_rollout(config, given) is not None:
         _refuse_unused(config, given)
         _check_program(config.rollout.agent)
@@ -104,6 +112,17 @@ def _custom_rollout(config: Config, given: PythonObjects) -> Rollout | None:
     if config.rollout.function is not None:
         return episode.rollout(load_function(config.rollout.function, "rollout.function"))
     return agent_process.agent_rollout(config.rollout.agent) if config.rollout.agent else None
+
+
+def _evaluation_rollout(config: Config, given: PythonObjects) -> Rollout | None:
+    """Return the rollout of evaluation if it differs from that of training."""
+    if given.get("eval_rollout") is not None:
+        if config.eval.rollout is not None:
+            raise BadInput("eval.rollout: Trainer(eval_rollout=…) is also set; keep one")
+        return episode.rollout(given["eval_rollout"], "eval_rollout")
+    if config.eval.rollout is None:
+        return None
+    return episode.rollout(load_function(config.eval.rollout, "eval.rollout"), "eval.rollout")
 
 
 def _refuse_unused(config: Config, given: PythonObjects) -> None:

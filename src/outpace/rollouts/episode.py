@@ -204,13 +204,14 @@ def _checked(episode: Episode, client: PolicyClient) -> Episode:
     return episode
 
 
-def rollout(function: Callable[..., Any]) -> Rollout:
-    """Turn a function into a rollout: `async def agent(task, client)` or `def agent(task, endpoint)`."""
+def rollout(function: Callable[..., Any], setting: str = "rollout.function") -> Rollout:
+    """Turn a function into a rollout: `async def agent(task, client)` or `def agent(task, endpoint)`. Errors start with
+    the `setting` that names it."""
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind("task", "client")
     except TypeError:
-        message = f"rollout.function: {name} must take two arguments: task and client (endpoint if not async)"
+        message = f"{setting}: {name} must take two arguments: task and client (endpoint if not async)"
         raise BadInput(message) from None
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return function

@@ -172,7 +172,8 @@ def build_report(
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=[total_return(episode) for episode in succeeded],
-        reward_parts=_means([{**episode.rewards, **_role_rewards(episode)} for episode in succeeded]),
+        reward_parts=_means([_parts(episode) for episode in succeeded]),
+        parts=[_parts(episode) for episode in succeeded] if order.heldout else [],
         episodes=len(succeeded),
         failed_episodes=len(episodes) - len(succeeded),
         tokens_sampled=count_sampled_tokens(clients),
@@ -208,6 +209,11 @@ def _swapped_fraction(episode: Episode) -> float:
     return sum(float(v.min() != v.max()) for v in versions) / max(len(versions), 1)
 
 
+def _parts(episode: Episode) -> dict[str, float]:
+    """Return the rewards by function and by role."""
+    return {**episode.rewards, **_role_rewards(episode)}
+
+
 def _role_rewards(episode: Episode) -> dict[str, float]:
     """Return the mean trajectory reward of each role."""
     rewards: dict[str, list[float]] = {}
@@ -229,7 +235,8 @@ def _views(
 ) -> list[EpisodeView]:
     """Return all episodes if the order sets `show`, or one clipped example if the group is not trained on."""
     if order.show:
-        return [_view(task, episode, version, decode) for episode in episodes if episode.error is None]
+        numbered = [(number, each) for number, each in enumerate(episodes, order.first_attempt) if each.error is None]
+        return [_view(task, episode, version, decode, order.heldout_set, number) for number, episode in numbered]
     if order.heldout or verdict.outcome == "finished":
         return []
     example = next((episode for episode in episodes if sampled_tokens(episode)), episodes[0])
@@ -238,7 +245,9 @@ def _views(
     return [msgspec.structs.replace(view, **clipped)]
 
 
-def _view(task: Task, episode: Episode, version: int, decode: Decode) -> EpisodeView:
+def _view(
+    task: Task, episode: Episode, version: int, decode: Decode, heldout_set: str = "", attempt: int = 0
+) -> EpisodeView:
     return EpisodeView(
         task_id=task.id,
         prompt=as_text(task.prompt),
@@ -246,6 +255,9 @@ def _view(task: Task, episode: Episode, version: int, decode: Decode) -> Episode
         reward=total_return(episode),
         stop=episode.stop,
         version=version,
+        rewards=episode.rewards,
+        heldout_set=heldout_set,
+        attempt=attempt,
     )
 
 

@@ -95,12 +95,10 @@ class EpisodeRequests:
         turns: RecordedTurns | None = None,
         any_distribution: bool = False,
     ) -> None:
+        """`config`: for a held-out order, that of `evaluation_config`."""
         self._engine = engine
         self._rollout = config.rollout
-        self._seed, self._temperature = config.run.seed, config.rollout.temperature
-        if order.heldout:
-            self._seed = config.eval.seed
-            self._temperature = self._temperature if config.eval.temperature is None else config.eval.temperature
+        self._seed = config.run.seed
         self._any_distribution = any_distribution or order.heldout
         self._order = order
         self._episode = episode
@@ -121,7 +119,7 @@ class EpisodeRequests:
         fields: dict[str, Any] = {
             "max_tokens": rollout.max_tokens,
             "seed": request_seed(self._seed, draw, self._episode, number),
-            "temperature": self._temperature,
+            "temperature": rollout.temperature,
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
             "stop_ids": list(stop_ids),

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,7 @@ from outpace.checkpoint.journal import JournalWriter
 from outpace.checkpoint.turn_log import TurnLog
 from outpace.config import Config
 from outpace.config.algorithm import configured_advantage
+from outpace.config.defaults import evaluation_config
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
@@ -102,7 +103,7 @@ class RolloutWorker:
         engines: EngineFleet,
         chat_format: ChatFormat,
         train: TaskSource,
-        heldout: TaskSource | None,
+        heldout: Mapping[str, TaskSource],
         rollout: Rollout,
         reward_functions: RewardFunctions,
         journal: JournalWriter,
@@ -110,10 +111,13 @@ class RolloutWorker:
         closers: Sequence[Callable[[], Awaitable[None]]] = (),
         turns: TurnLog | None = None,
         recorder: RolloutRecorder | None = None,
+        evaluation_rollout: Rollout | None = None,
     ) -> None:
         """The worker owns and closes `engines`, `gateway`, the reward process pool and everything in
         `closers`. Without `turns`, answers of unfinished groups are not recorded. Without `recorder`, nothing is
-        written to rollouts/."""
+        written to rollouts/.
+
+        `heldout`: the held-out sets by name, the unnamed one under "". `evaluation_rollout`: None for `rollout`."""
         weights = dict(zip((name for name, _ in reward_functions.functions), reward_functions.weights, strict=True))
         advantage = config.advantage
         credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
@@ -126,6 +130,8 @@ class RolloutWorker:
         self._train = train
         self._heldout = heldout
         self._rollout = rollout
+        self._evaluation_rollout = evaluation_rollout or rollout
+        self._evaluation_config = evaluation_config(config)
         self._rewards = reward_functions
         self._requested_arguments = {
             name for _, function in reward_functions.functions for name in named_parameters(function, ON_REQUEST)
@@ -184,7 +190,8 @@ class RolloutWorker:
 
     def _render_prompts(self, count: int) -> list[Ints]:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
-        source = self._train if len(self._train) else self._heldout or ()  # a stream may not have begun
+        # A stream may not have begun.
+        source = self._train if len(self._train) else next(iter(self._heldout.values()), ())
         given = [source[index].prompt for index in range(min(count, len(source)))]
         prompts = [prompt for prompt in given if prompt] or [PROBE_PROMPT]
         chats = [as_messages(prompt, self._config.model.system_prompt) for prompt in prompts]
@@ -223,7 +230,7 @@ class RolloutWorker:
             clients = self._clients(msgspec.structs.replace(order, size=len(episodes)), turns)  # they sample nothing
         else:
             await turns.load()
-            episodes = await self._episodes(task, clients)
+            episodes = await self._episodes(self._rollout, task, clients)
         diagnostics.crash_point("worker.episodes_done")
         if not (supplied and any(map(has_reward, episodes))):
             episodes = await self._rewarded(task, episodes, clients)
@@ -268,27 +275,26 @@ class RolloutWorker:
         await asyncio.to_thread(self._recorder.record_untrained, order, record, "dropped", DROPPED)
 
     async def _evaluate(self, order: GroupOrder, clients: list[PolicyClient]) -> GroupReport:
-        assert self._heldout is not None, "an evaluation needs held-out tasks, and this worker has none"
         started = time.monotonic()
-        task = await asyncio.to_thread(self._heldout.__getitem__, order.task)
-        episodes = await self._graded(task, await self._episodes(task, clients), clients)
+        task = await asyncio.to_thread(self._heldout[order.heldout_set].__getitem__, order.task)
+        ended = await self._episodes(self._evaluation_rollout, task, clients)
+        episodes = await self._graded(task, ended, clients)
         survivors = any(episode.error is None for episode in episodes)
         verdict = ScoredGroup("finished" if survivors else "failed", episodes[0].error or "", [])
         return build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
 
     def _clients(self, order: GroupOrder, turns: RecordedTurns) -> list[PolicyClient]:
         """Return one client per episode."""
+        config = self._evaluation_config if order.heldout else self._config
         first_prompts: RenderedPrompts = {}
         return [
-            PolicyClient(
-                self._fleet, self._chat_format, self._config, order, index, first_prompts, self._gateway, turns
-            )
-            for index in range(order.size)
+            PolicyClient(self._fleet, self._chat_format, config, order, attempt, first_prompts, self._gateway, turns)
+            for attempt in range(order.first_attempt, order.first_attempt + order.size)
         ]
 
-    async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
+    async def _episodes(self, rollout: Rollout, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._config.rollout.timeout_s
-        return await gather_or_cancel(*(run_episode(self._rollout, task, client, limit) for client in clients))
+        return await gather_or_cancel(*(run_episode(rollout, task, client, limit) for client in clients))
 
     async def _rewarded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade the episodes and shape their rewards."""

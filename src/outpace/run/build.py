@@ -323,7 +323,7 @@ def _worker(
     from outpace.rollouts.gateway.server import Gateway
     from outpace.rollouts.worker import RolloutWorker
     from outpace.runtime.async_tools import start_idle_threads
-    from outpace.tasks.registry import open_tasks
+    from outpace.tasks.registry import open_sets, open_tasks
     from outpace.tasks.stream import FILE as STREAM_FILE
     from outpace.tasks.stream import StreamedTasks
 
@@ -339,8 +339,9 @@ def _worker(
         engines=EngineFleet(peers, connect=_connector(spec), decode=decode),
         chat_format=chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
         train=train,
-        heldout=heldout,
+        heldout={**({} if heldout is None else {"": heldout}), **open_sets(config)},
         rollout=assembled.rollout,
+        evaluation_rollout=assembled.evaluation,
         reward_functions=build_reward_functions(config, given.get("rewards")),
         journal=JournalWriter(settings.journal, name),
         gateway=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),

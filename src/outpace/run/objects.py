@@ -55,7 +55,7 @@ class SavedObjects:
 
 
 def collect_saved_objects(given: Mapping[str, Any], heldout: TaskSource | None, count: int) -> SavedObjects:
-    """Collect the references of the objects in `given` (rewards, rollout, environment, tools), and the first `count`
+    """Collect the references of the objects in `given` (rewards, rollouts, environment, tools), and the first `count`
     held-out tasks if the caller passed them as objects."""
     references: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -180,10 +180,10 @@ class Registered:
 
 def registered_for_worker(config: Config) -> Registered | None:
     """Return the registered functions that a rollout worker needs, or None if there are none."""
-    name, own = config.tasks.name, tasks.REGISTERED
+    used, own = {config.tasks.name, *config.eval.sets.values()}, tasks.REGISTERED
     return _unless_empty(
         Registered(
-            tasks={name: own[name]} if name in own else {},
+            tasks={name: own[name] for name in own if name in used},
             rewards={name: rewards.REGISTERED[name] for name in config.rewards.functions if name in rewards.REGISTERED},
             algorithms=_algorithms(config, (ADVANTAGES.setting,)),
         )

@@ -47,7 +47,7 @@ from outpace.runtime.references import load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.producers import AsyncDataProducer
-from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_tasks, open_train
+from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_sets, open_tasks, open_train
 from outpace.tasks.stream import STREAM_FINGERPRINT
 from outpace.types import Task
 
@@ -67,6 +67,7 @@ class UserObjects:
     eval_tasks: TasksArgument | None = None
     rewards: tuple[Reward | str, ...] = ()
     rollout: Rollout | None = None
+    eval_rollout: Rollout | None = None
     environment: EnvironmentArgument | None = None
     tools: tuple[Callable[..., Any] | str, ...] = ()
     callbacks: tuple[Callback, ...] = ()
@@ -81,7 +82,8 @@ class RunPlan:
     tasks: Fingerprint  # of the training tasks
     stream: TaskStream | None  # gives the training tasks during the run, instead of a fixed source
     tokenizer: str  # digest
-    heldout: int  # number of held-out tasks
+    heldout: int  # number of held-out tasks that are in no named set
+    sets: dict[str, int] = field(default_factory=dict)  # number of tasks in each set of `eval.sets`
     code: bytes = b""  # pickled user objects for the workers
     learner_code: bytes = b""  # pickled user objects for the learner
     producer_code: bytes | None = None  # pickled user objects for the producer; None: the run has none
@@ -107,8 +109,11 @@ class RunPlan:
         return f"{keys}: no effect, because the producer has a process of its own, without the model"
 
     @property
-    def eval_count(self) -> int:
-        return min(self.config.eval.count, self.heldout)
+    def eval_counts(self) -> dict[str, int]:
+        """The number of tasks to evaluate in each held-out set; "" is the unnamed one. Sets without tasks are left
+        out."""
+        counts = {name: min(self.config.eval.count, size) for name, size in {"": self.heldout, **self.sets}.items()}
+        return {name: count for name, count in counts.items() if count}
 
     @property
     def eval_warning(self) -> str:
@@ -146,7 +151,12 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     stream = train if isinstance(train, TaskStream) else None
     if stream is not None or produced:
         _check_stream(config, produced)
-    own = {"rollout": objects.rollout, "environment": objects.environment, "tools": objects.tools or None}
+    own = {
+        "rollout": objects.rollout,
+        "eval_rollout": objects.eval_rollout,
+        "environment": objects.environment,
+        "tools": objects.tools or None,
+    }
     first = None if train is None or stream is not None else train[0]
     rewards, graded = check_functions(config, objects.rewards, own, first)
     if not graded and not produced:
@@ -166,6 +176,7 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         stream=stream,
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
+        sets={name: len(source) for name, source in open_sets(config).items()},
         code=by_value.pickle_objects(sent),
         learner_code=by_value.pickle_objects({"registered": learner_registered}),
         producer_code=by_value.pickle_objects({"producer": objects.producer, "graded": graded}) if produced else None,
@@ -199,11 +210,17 @@ def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, U
         return config, UserObjects()
     found = load_saved_objects(run)
     if config.tasks.name is None and config.tasks.path is None:
-        if config.tasks.eval_path is None and not found.get("eval_tasks"):
+        # Evaluation needs no training tasks, but a plan must have some.
+        found["tasks"] = found.get("eval_tasks") or _any_heldout_task(config)
+        if not found["tasks"]:
             raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
-        found["tasks"] = found.get("eval_tasks") or []  # evaluation needs no training tasks, but a plan must have some
         config = config.model_copy(update={"producer": ProducerConfig()})
     return config, UserObjects(**found)
+
+
+def _any_heldout_task(config: Config) -> list[Task]:
+    sources = [open_heldout(config)] if config.tasks.eval_path is not None else list(open_sets(config).values())
+    return [source[0] for source in sources[:1]]
 
 
 def load_run_config(run: Path, settings: Sequence[str]) -> Config:
@@ -219,6 +236,7 @@ def _saved(config: Config, objects: UserObjects, heldout: TaskSource | None) -> 
     given = {
         "rewards": objects.rewards,
         "rollout": objects.rollout,
+        "eval_rollout": objects.eval_rollout,
         "environment": objects.environment,
         "tools": objects.tools,
     }

@@ -178,7 +178,7 @@ class RunSession:
 
     async def _drive(self, recorder: Recorder) -> str:
         count, streamed = self._plan.tasks.count, self._plan.streamed
-        settings = scheduler_settings(self._config, count, self._plan.eval_count > 0, streamed)
+        settings = scheduler_settings(self._config, count, bool(self._plan.eval_counts), streamed)
         order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
         await self._unless_stopped(check_trackers(self._config, self._log.dir))
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
@@ -307,7 +307,7 @@ class RunSession:
         resume_point: ResumePoint,
         join: StartEngine | None,
     ) -> Driver:
-        evaluator = Evaluator(self._plan.eval_count, self._config.eval.max_running)
+        evaluator = Evaluator(self._plan.eval_counts, self._config.eval)
         save = CheckpointWriter(self._log, components.learner, self._config.checkpoint, self._plan.tokenizer).save
         return Driver(
             scheduler,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from outpace.config import Config
+from outpace.config.defaults import with_values
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource, TaskStream
 from outpace.runtime.references import closest_names, is_reference, load_function
@@ -66,6 +67,32 @@ def open_tasks(config: Config) -> TaskSources:
     return train, heldout if config.tasks.eval_path is None else open_heldout(config)
 
 
+def is_task_name(text: str) -> bool:
+    """Return whether this is a value of `tasks.name`, not of `tasks.path`. A dataset may have a colon too, as in
+    `owner/name:configuration`."""
+    place, colon, _ = text.rpartition(":")
+    if is_package_task(text) or (colon and (place.endswith(".py") or "/" not in place)):
+        return True
+    return not ("/" in text or text.endswith((*JSONL_SUFFIXES, ".json", ".parquet")) or Path(text).exists())
+
+
+def open_sets(config: Config) -> dict[str, TaskSource]:
+    """Return the held-out tasks of `eval.sets`, by name."""
+    return {name: _open_set(f"eval.sets.{name}", place, config) for name, place in config.eval.sets.items()}
+
+
+def _open_set(setting: str, place: str, config: Config) -> TaskSource:
+    if not is_task_name(place):
+        return open_dataset(
+            place, split=config.tasks.eval_split, duplicate_ids=config.tasks.duplicate_ids, setting=setting
+        )
+    own_options = config.tasks.options if place == config.tasks.name else {}
+    _, heldout = _open_name(with_values(config, {"tasks.name": place, "tasks.options": own_options}), setting)
+    if heldout is None:
+        raise BadInput(f"{setting}: {place} has no held-out tasks; name another task, or a file")
+    return heldout
+
+
 def open_train(config: Config) -> TaskSource:
     """Return the training tasks that the config names."""
     return open_tasks(config)[0]
@@ -113,36 +140,36 @@ def _open_path(config: Config) -> TaskSources:
     return dataset.split(0 if tasks.eval_path else config.eval.holdout, config.eval.seed)
 
 
-def _open_name(config: Config) -> TaskSources:
+def _open_name(config: Config, setting: str = "tasks.name") -> TaskSources:
     name = config.tasks.name or "countdown"
     if config.tasks.options and not is_reference(name) and not is_package_task(name):
         raise BadInput(f"tasks.options: {name} has no options; leave this out")
-    sources = _factory(name)(config)
+    sources = _factory(name, setting)(config)
     if not isinstance(sources, tuple) or len(sources) != 2:
-        raise BadInput(f"tasks.name: {name} should return a training source and a held-out source or None")
+        raise BadInput(f"{setting}: {name} should return a training source and a held-out source or None")
     train, heldout = sources
     if isinstance(train, TaskStream):
         return train, heldout
     if len(train) == 0:
-        raise BadInput(f"tasks.name: {name} has no training tasks")
+        raise BadInput(f"{setting}: {name} has no training tasks")
     limit = config.tasks.limit
     if limit is not None and limit < len(train):
         train = TaskSubset(train, np.arange(limit))
     return train, heldout
 
 
-def _factory(name: str) -> TaskFactory:
+def _factory(name: str, setting: str) -> TaskFactory:
     if is_reference(name):
-        return load_function(name, "tasks.name")
+        return load_function(name, setting)
     if is_package_task(name):
-        return load_function(TASK_PACKAGES[name.partition("/")[0]], "tasks.name")
+        return load_function(TASK_PACKAGES[name.partition("/")[0]], setting)
     if name in BUILT_IN:
-        return partial(_open_built_in, load_function(BUILT_IN[name], "tasks.name"))
+        return partial(_open_built_in, load_function(BUILT_IN[name], setting))
     if name not in REGISTERED:
         known = sorted((*BUILT_IN, *REGISTERED))
         close = closest_names(name, known)
         hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-        raise BadInput(f"tasks.name: unknown task {name!r}; {hint}")
+        raise BadInput(f"{setting}: unknown task {name!r}; {hint}")
     return REGISTERED[name]
 
 

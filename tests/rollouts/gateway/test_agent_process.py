@@ -207,7 +207,8 @@ async def test_closing_a_worker_ends_the_agents_of_training_groups_and_evaluatio
     worker = RolloutWorker(
         make_settings(), EngineFleet({"e": typing_engine("x")}),
         TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
-        [TASK], [TASK], agent_rollout([*program(SLEEPS), mark]), RewardFunctions([], []), RecordingJournal(), gateway,
+        [TASK], {"": [TASK]}, agent_rollout([*program(SLEEPS), mark]), RewardFunctions([], []), RecordingJournal(),
+        gateway,
     )  # fmt: skip
     running = asyncio.create_task(worker.run(GroupOrder(1, 0, 0, 0, 3, heldout=heldout)))
     await wait_until_started(mark, 3)
