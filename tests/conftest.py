@@ -18,6 +18,8 @@ from outpace.hardware import cpu
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
+os.environ["OUTPACE_UNDECLARED_METRICS"] = "error"  # also in the processes that tests start
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell; tests send it to children
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -230,6 +230,18 @@ class EpisodeView(msgspec.Struct, frozen=True):
     version: Version
 
 
+class Aggregate(msgspec.Struct, omit_defaults=True):
+    """Values of one metric, in a form that merges with others of the same rule: `outpace.monitoring.metrics`. Each rule
+    uses only some of the fields."""
+
+    rule: str
+    weight: float = 0.0  # sum of the weights; ratio: of the denominators
+    total: float = 0.0  # weighted sum of the values; ratio: sum of the numerators
+    squares: float = 0.0  # std: weighted sum of the squared deviations from the mean
+    value: float = 0.0  # min, max, last
+    values: list[tuple[float, float]] = []  # percentiles: values with their weights
+
+
 class GroupReport(msgspec.Struct, frozen=True):
     """A worker's report on a completed group. Metadata only: the tokens are in the journal at `place`."""
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.monitoring import metrics as records
-from outpace.monitoring.metrics import Meter, percentile, rule_of
+from outpace.monitoring.metric_table import find
+from outpace.monitoring.metrics import UNDECLARED_METRICS, Meter, percentile
 from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport, TensorSpec
 
 finite_floats = st.floats(min_value=-1e6, max_value=1e6)
@@ -80,22 +81,40 @@ def test_a_step_starts_empty_and_only_declared_sums_are_zero() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("tool/call_s", "sum"),
-        ("tool/calls/max", "max"),
-        ("offpolicy/ratio_max", "max"),
-        ("offpolicy/ratio_below_max", "mean"),
-        ("governor/lowered", "sum"),
-        ("governor/max_lag", "last"),
-        ("groups/skipped", "sum"),
-        ("faults/anything", "sum"),
-        ("queue/anything", "last"),
-        ("throughput/anything_s", "last"),
+        ("reward/mean", "mean"),
         ("reward/correct", "mean"),
-        ("time/step_s", "last"),
+        ("reward/correct/std", "std"),
+        ("reward/graders/math.py:correct", "mean"),
+        ("offpolicy/ratio_max", "max"),
+        ("offpolicy/ratio_below_0.5", "ratio"),
+        ("episode/seconds/p95", "p95"),
+        ("episode/score", "mean"),
+        ("lag/tokens_3", "sum"),
+        ("faults/engine_lost", "sum"),
+        ("eval/pass@4/stderr", "last"),
+        ("eval/hard/pass@4", "last"),
     ],
 )
-def test_the_name_of_a_metric_determines_its_aggregation_rule(name: str, rule: str) -> None:
-    assert rule_of(name) == rule
+def test_a_name_has_the_rule_of_its_exact_declaration_or_else_of_its_closest_family(name: str, rule: str) -> None:
+    declared = find(name)
+    assert declared is not None
+    assert declared.rule == rule
+
+
+def test_an_undeclared_metric_is_an_error_in_tests_and_an_average_that_is_reported_once_in_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for report in (lambda meter: meter.add("tool/count", 1.0), lambda meter: meter.put("tool/count", 1.0)):
+        with pytest.raises(ValueError, match="tool/count"):
+            report(Meter())
+    monkeypatch.delenv(UNDECLARED_METRICS)
+    reported: list[str] = []
+    meter = Meter(reported.append)
+    for _ in range(2):
+        meter.add("tool/count", 1.0)
+        meter.add("tool/count", 4.0)
+        assert meter.flush()["tool/count"] == 2.5
+    assert reported == ["tool/count"]
 
 
 def test_a_put_value_replaces_added_values() -> None:

@@ -70,7 +70,7 @@ class Recorder:
         self.timeline = Timeline(cap=TIMELINE_SPANS)
         self.summary = SummaryBuilder()
         self.last_evaluation: Evaluation | None = None
-        self._meter = Meter()
+        self._meter = Meter(self._undeclared)
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = EfficiencyTracker(self.cores, time.monotonic)
@@ -103,6 +103,9 @@ class Recorder:
 
     def span(self, component: str, name: str) -> contextlib.AbstractContextManager[None]:
         return self.timeline.measure(component, name)
+
+    def _undeclared(self, name: str) -> None:
+        self.console.status(f"metric {name} is not declared, so it is averaged: see outpace.metric")
 
     def fault(self, name: str) -> None:
         self._meter.add(f"faults/{name}", 1)
