@@ -41,11 +41,50 @@ in a name stands for any text.
 """
 
 
+OWN_METRICS = """\
+## Metrics of your own
+
+```python
+# my_reward.py
+import outpace
+
+outpace.metric("answer/digits", rule="p95", meaning="digits in a completion")
+
+
+def brief(completions, log_metric, log_extra, **columns):
+    digits = [sum(map(str.isdigit, text)) for text in completions]
+    for count in digits:
+        log_metric("answer/digits", count)
+    log_extra("digits", digits)
+    return [1 / (1 + len(text)) for text in completions]
+```
+
+`outpace.metric(name, rule="mean", *, meaning="", unit="")` declares a metric. Call it when your module is imported. A
+name may contain a placeholder: `outpace.metric("env/<room>/score", rule="max")`. A metric that is not declared is
+averaged, and a line on the console says so. The names above are refused, except those in `episode/<name>`.
+
+| in | report with |
+|---|---|
+| a reward function | its argument `log_metric`, as in TRL, as often as you like |
+| a rollout | `client.log_metric(name, value)`, or `metrics` of the `Episode` that it returns |
+| an environment, a tool, an evaluator | `outpace.log_metric(name, value)`, also in a process of its own |
+| a callback | `self.log_metric(name, value)` |
+
+All take a third argument, the weight of the value. For the rule `ratio` the value is the numerator and the weight the
+denominator. Values of rollouts, environments and rewards count in the step that records their group, also if their
+attempt failed; those of evaluations are not recorded. Values of a callback are in the line of the next step; a resumed
+run does not repeat them. A value that is not finite is dropped and counted in `faults/nan_metrics`.
+
+`log_extra(column, values)` of a reward function adds a column with one value per completion to the files in `rollouts/`
+(`extra`) and to the tables of trackers.
+"""
+
+
 def generate() -> str:
     """Return the page."""
     from outpace.monitoring.metric_table import SECTIONS
 
-    return "\n".join([INTRODUCTION, *(block for title in SECTIONS for block in _section(title))])
+    return "\n".join([INTRODUCTION, *(block for title in SECTIONS for block in _section(title)), OWN_METRICS])
 
 
 def _section(title: str) -> Iterator[str]:

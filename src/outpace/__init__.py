@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from outpace.config import Config
     from outpace.controller.evaluation import Evaluation
     from outpace.monitoring.callbacks import Callback
+    from outpace.monitoring.metric_table import log_metric, metric
     from outpace.monitoring.rollout_files import read_rollouts
     from outpace.rewards.functions import evaluator
     from outpace.rewards.registry import register as register_reward
@@ -36,6 +37,8 @@ __all__ = [
     "__version__",
     "advantage",
     "evaluator",
+    "log_metric",
+    "metric",
     "normalizer",
     "policy_loss",
     "read_rollouts",
@@ -59,6 +62,8 @@ _PUBLIC_NAMES = {
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
     "evaluator": "outpace.rewards.functions",
+    "log_metric": "outpace.monitoring.metric_table",
+    "metric": "outpace.monitoring.metric_table",
     "normalizer": "outpace.algorithms.registry",
     "read_rollouts": "outpace.monitoring.rollout_files",
     "register_reward": "outpace.rewards.registry:register",

@@ -227,6 +227,10 @@ class ModelClient(Protocol):
         """Give one completion a reward on top of its trajectory's."""
         ...
 
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Report a value of a metric: see `outpace.log_metric`. May be called on any thread."""
+        ...
+
     def trajectory(self) -> Trajectory: ...
 
     def trajectories(self) -> list[Trajectory]:

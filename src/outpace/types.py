@@ -169,6 +169,7 @@ class Episode(msgspec.Struct, frozen=True):
     error: str | None = None
     traceback: str = ""  # of the user's own code, if that failed
     failures: list[Failure] = []
+    extra: dict[str, Any] = {}  # columns of its record in `rollouts/`
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -259,7 +260,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     newest: Version = 0
     truncated: int = 0  # episodes that reached the token limit
     seconds: float = 0.0
-    metrics: dict[str, float] = {}
+    measured: dict[str, Aggregate] = {}  # metrics by name, except those that other fields give
     views: list[EpisodeView] = []  # held-out group with `show`: every episode; group not trained on: one, clipped
     cancelled: bool = False  # cancelled by the controller, not failed by a rollout or a reward
     traceback: str = ""  # of user code that failed, for display
@@ -282,6 +283,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     error: str | None = None
     untrained: list[Row] = []  # trajectories that are not trained on
     prompt: str = ""  # the task's prompt, set only if the attempt made no request
+    extra: dict[str, Any] = {}  # columns that reward functions added
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

@@ -87,8 +87,8 @@ class Recorder:
             if result := parse_eval_result(line["step"], line):
                 self.summary.evaluation(result)
         self.summary.failures(past.failures)
-        for name, value in past.totals:
-            self._meter.add(name, value)
+        for totals in past.totals:
+            self._meter.merge(totals)
         self._earlier_wall_s = past.seconds
         self._closed |= {report.group: report for report in finished}
 
@@ -177,6 +177,7 @@ class Recorder:
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.run_total())
         self._meter.add("time/total_s", self._wall_s)
+        self._meter.collect(self.callbacks.log)
         metrics = self._meter.flush()
         version = step.report.version
         groups = [_batch_group(version - 1, kept) for kept in step.groups]

@@ -8,17 +8,25 @@ precedence over a family, and a family with more fixed characters over one with 
     std      weighted standard deviation          last          newest value
     min, max
 
-User code declares metrics of its own with `outpace.metric`, when it is imported.
+User code declares metrics of its own with `outpace.metric`, when it is imported, and reports them with `log_metric`. A
+`MetricLog` collects the values: one per group in a worker, one per call in a grader or environment process, which sends
+them back with its reply, and one for all callbacks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Integral, Real
+from typing import Any
 
-from outpace.errors import BadInput, one_line
+from outpace.errors import BadInput, clip, one_line, plural
+from outpace.runtime.wire import encodable_text
 
 RULES = ("sum", "mean", "std", "min", "max", "last", "ratio")
 PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
@@ -141,10 +149,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ("governor/lowered, governor/raised", "sum", "", "how often it was lowered and raised"),
         ("difficulty/resting", "last", "tasks", "tasks that are skipped for now"),
         ("replay/groups", "sum", "groups", "groups trained on again"),
-        ("replay/filled", "sum", "groups", "groups trained on again in place of groups that were not ready"),
+        ("replay/filled", "sum", "groups", "replayed groups that took the place of a filtered one"),
         ("replay/lag_mean", "mean", "versions", "lag of the tokens of replayed groups; `lag/mean` is without them"),
-        ("reroll/waiting", "last", "tasks", "tasks that wait to be rolled out again"),
-        ("reroll/visits", "sum", "prompt visits", "tasks rolled out again"),
+        ("reroll/visits", "sum", "prompt visits", "re-rolls recorded with the step, with any outcome"),
+        ("reroll/waiting", "last", "tasks", "that wait for a re-roll"),
+        ("reroll/dropped", "last", "tasks", "dropped because too many waited for a re-roll, since the run began"),
         ("queue/running, queue/finished, queue/outstanding", "last", "groups", "in progress at the end of the step"),
         ("queue/sequences, queue/waiting", "last", "requests", "running and waiting in the engines"),
         ("producer/rounds", "sum", "rounds", "rounds that a producer has given"),
@@ -198,7 +207,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ("eval/p<percent>", "last", "reward", "percentile of the rewards, such as `eval/p50`"),
         ("eval/pass@<k>", "last", "share", "of the tasks solved by at least one of k attempts (unbiased estimate)"),
         ("eval/pass@<k>/stderr", "last", "share", "its standard error over the tasks"),
-        ("eval/count, eval/failed", "last", "attempts", "scored; failed"),
+        ("eval/count", "last", "tasks", "scored"),
+        ("eval/failed", "last", "attempts", "that failed"),
         ("eval/mean_tokens", "last", "tokens", "sampled tokens per scored attempt"),
         ("eval/binary", "last", "", "1 if every reward is 0 or 1, so that `eval/reward` is an accuracy; else 0"),
         ("eval/version", "last", "version", "the evaluated version"),
@@ -270,3 +280,105 @@ def _families(declared: dict[str, Metric]) -> Iterator[Metric]:
 
 def _covers(family: str, name: str) -> bool:
     return re.fullmatch(".+".join(map(re.escape, _PLACEHOLDER.split(family))), name) is not None
+
+
+# ------------------------------------------------------------------------------------------- reported by user code
+
+MAX_LOGGED = 50_000
+"""Values that user code may report in one group or call."""
+MAX_EXTRA = 4_000
+"""Characters of a value of `log_extra`."""
+
+Logged = tuple[str, float, float]
+"""A value that user code reported: name, value, weight."""
+PlainValue = str | bool | int | float | None
+
+
+class MetricLog:
+    """Collects what user code reports while a group, a call or a callback runs. Any thread may add to it."""
+
+    def __init__(self, completions: int = 0) -> None:
+        self.completions = completions  # that are being graded
+        self.extra: dict[str, list[PlainValue]] = {}  # columns of `log_extra`, with one value per completion
+        self.dropped = 0
+        self._values: deque[Logged] = deque()
+
+    def add(self, name: str, value: float, weight: float = 1.0) -> None:
+        if len(self._values) < MAX_LOGGED:
+            self._values.append((name, value, weight))
+        else:
+            self.dropped += 1
+
+    def take(self) -> list[Logged]:
+        return [self._values.popleft() for _ in range(len(self._values))]
+
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Report a value from user code. Raises `BadInput` or `ValueError` for an invalid name, value or weight."""
+        check_name(name)
+        try:
+            number, share = float(value), float(weight)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            raise ValueError(f"log_metric: {name} is {one_line(repr(value), 60)}, not a number") from None
+        if share < 0:
+            raise ValueError(f"log_metric: {name} has the weight {share:g}; it must not be negative")
+        self.add(name, number, share)
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Add a column to the recorded rollouts, with one value per completion."""
+        plain = [plain_value(value) for value in values]
+        if not isinstance(column, str) or len(plain) != self.completions:
+            raise ValueError(
+                f"log_extra: {column!r} has {plural(len(plain), 'value')} for {self.completions} completions"
+            )
+        self.extra[encodable_text(column)] = plain
+
+
+def plain_value(value: Any) -> PlainValue:
+    """Return a value that JSON can represent; as text if it is neither a number nor None."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Real) and value > -(2**63) and value < 2**63:
+        return int(value) if isinstance(value, Integral) else float(value)
+    return clip(encodable_text(str(value)), MAX_EXTRA)
+
+
+_current: ContextVar[MetricLog | None] = ContextVar("metric_log", default=None)
+
+
+@contextmanager
+def collecting(log: MetricLog | None = None) -> Iterator[MetricLog]:
+    """Collect what is reported in this context: also in the tasks and user-code threads that are started in it."""
+    token = _current.set(log := log or MetricLog())
+    try:
+        yield log
+    finally:
+        _current.reset(token)
+
+
+def current_log() -> MetricLog | None:
+    return _current.get()
+
+
+def forward_log(logged: Iterable[Logged], extra: Mapping[str, list[Any]] | None = None) -> bool:
+    """Report here what was reported in another process. Returns whether it was valid."""
+    try:
+        for name, value, weight in logged:
+            log_metric(name, value, weight)
+        for column, values in (extra or {}).items():
+            log_extra(column, values)
+    except (BadInput, ValueError):
+        return False
+    return True
+
+
+def log_metric(name: str, value: float, weight: float = 1.0) -> None:
+    """Report a value of a metric from a reward, a rollout, an environment, a tool or a callback. Elsewhere it does
+    nothing. For the rule `ratio`, `value` is the numerator and `weight` the denominator."""
+    if (log := _current.get()) is not None:
+        log.log_metric(name, value, weight)
+
+
+def log_extra(column: str, values: Iterable[Any]) -> None:
+    """Add a column to the recorded rollouts from a reward function, with one value per completion."""
+    if (log := _current.get()) is not None:
+        log.log_extra(column, values)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from outpace.monitoring.efficiency import Efficiency
-from outpace.monitoring.metric_table import BUILT_IN, DECLARED, NAN_METRICS, find
+from outpace.monitoring.metric_table import BUILT_IN, DECLARED, NAN_METRICS, MetricLog, find
 from outpace.types import Aggregate, ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
 
 DEFAULT_RULE = "mean"
@@ -174,9 +174,12 @@ class Meter:
             else:
                 self._dropped += 1
 
-    def drop(self, count: int) -> None:
-        """Count values that were dropped elsewhere."""
-        self._dropped += count
+    def collect(self, log: MetricLog) -> None:
+        """Add what user code has reported, and take it out of the log."""
+        for name, value, weight in log.take():
+            self.add(name, value, weight)
+        self._dropped += log.dropped
+        log.dropped = 0
 
     def take(self) -> dict[str, Aggregate]:
         """Return the aggregates, without exact values, and reset."""
@@ -250,26 +253,21 @@ def record_group(meter: Meter, report: GroupReport) -> None:
     for reward in report.rewards:
         meter.add("reward/mean", reward)
         meter.add("reward/std", reward)
-    for function, reward in report.reward_parts.items():
-        meter.add(f"reward/{function}", reward, len(report.rewards))
     if report.episodes:
         meter.add("completions/mean_length", report.tokens_sampled, report.episodes)
         meter.add("completions/clipped_ratio", report.truncated, report.episodes)
-    for name, value in report.metrics.items():
-        meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
+    meter.merge(report.measured)
 
 
-def finalized_totals(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[str, float]:
-    """Return what these prompt visits (outcome and report) add to the sums of their step."""
+def finalized_totals(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[str, Aggregate]:
+    """Return what these prompt visits (outcome and report) add to the metrics of their step."""
     meter = Meter()
     for outcome, report in visits:
         if report is not None:
-            record_tokens(meter, report)
-            meter.add(f"groups/{report.outcome}", 1)
-            meter.add("faults/failed_episodes", report.failed_episodes)
+            record_group(meter, report)
         elif outcome == "skipped":
             meter.add("groups/skipped", 1)
-    return {name: value for name, value in meter.flush().items() if value}
+    return {name: each for name, each in meter.take().items() if math.isfinite(each.total + each.squares)}
 
 
 def record_discarded_group(meter: Meter, report: GroupReport) -> None:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from outpace.errors import RewardFailed
+from outpace.monitoring.metric_table import forward_log
 from outpace.rewards.functions import Scores, pack_arguments
 from outpace.rewards.grader_process import Grader, ScoresRejected
 from outpace.runtime.async_tools import TimeLimitError
@@ -59,12 +60,12 @@ class GraderProcess:
     ) -> Scores:
         """Call the function. Raises `RewardFailed`, `UserCodeError`, `UserCodeDied` or `TimeLimitError`."""
         body, by_value = pack_arguments(arguments)
-        scores = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
-        if isinstance(scores, ScoresRejected):
-            raise RewardFailed(scores.message)
-        if not _are_scores(scores, count):
+        reply = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
+        if isinstance(reply, ScoresRejected):
+            raise RewardFailed(reply.message)
+        if not _are_scores(reply.scores, count) or not forward_log(reply.logged, reply.extra):
             raise self._process.broken()
-        return scores
+        return reply.scores
 
     async def end(self, patience_s: float = 0.0) -> None:
         await self._process.end(patience_s)

@@ -35,7 +35,14 @@ import msgspec
 from outpace.config.sections import RewardsConfig
 from outpace.errors import BadInput, RewardFailed, one_line
 from outpace.protocols import Reward
-from outpace.rewards.functions import Scores, check_scores, encode_evaluator_arguments, is_evaluator
+from outpace.rewards.functions import (
+    LOGGING,
+    Scores,
+    check_scores,
+    encode_evaluator_arguments,
+    is_evaluator,
+    logging_arguments,
+)
 from outpace.rewards.grader_pool import GraderPool
 from outpace.rewards.registry import has_own_timeout, is_async
 from outpace.runtime.async_tools import PerLoop, TimeLimitError, is_own_cancellation, run_in_thread, with_time_limit
@@ -143,7 +150,7 @@ async def _score(
 ) -> Scores:
     chosen = {key: arguments[key] for key in accepted_parameters(call.function, arguments)}
     chosen |= {key: on_request[key] for key in named_parameters(call.function, on_request)}
-    given = {key: list(values) for key, values in chosen.items()}
+    given = {key: list(values) for key, values in chosen.items() if key not in LOGGING}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
     return _checked(call, await _in_worker(call, partial(_call_with_copies, call.function, given)))
@@ -151,7 +158,8 @@ async def _score(
 
 def _call_with_copies(function: Reward, given: dict[str, list[Any]]) -> Any:
     """Call with copied arguments. The copying runs where the function runs: on a thread if it is synchronous."""
-    return function(**{key: list(map(_copy_containers, values)) for key, values in given.items()})
+    copied = {key: list(map(_copy_containers, values)) for key, values in given.items()}
+    return function(**copied, **logging_arguments(function))
 
 
 def _copy_containers(value: Any) -> Any:

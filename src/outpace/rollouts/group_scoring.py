@@ -24,10 +24,13 @@ from outpace.algorithms.token_advantages import AdvantageSettings, compared_retu
 from outpace.config.algorithm import FilterConfig
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
+from outpace.monitoring.metric_table import MetricLog
+from outpace.monitoring.metrics import Meter
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import total_return
 from outpace.types import (
     OBSERVED,
+    Aggregate,
     Episode,
     EpisodeView,
     Failure,
@@ -150,6 +153,9 @@ EXAMPLE_CHARACTERS = 500
 SWAPPED = "completions/mixed_versions"
 """Metric: fraction of trajectories whose weights changed between two sampled tokens."""
 
+SOLVED_TOLERANCE = 1e-6
+"""For rounding in sums of weighted rewards."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -179,11 +185,30 @@ def build_report(
         newest=newest,
         truncated=sum(episode.stop in TRUNCATED_STOPS for episode in succeeded),
         seconds=seconds,
-        metrics=_means([{**episode.metrics, SWAPPED: _swapped_fraction(episode)} for episode in succeeded]),
         views=_views(order, task, episodes, verdict, newest, decode),
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
         failures=_failures(episodes),
     )
+
+
+def measure(episodes: list[Episode], log: MetricLog, solved_at: float) -> dict[str, Aggregate]:
+    """Return the metrics of a group: what was reported in `log`, and what its successful episodes give. An episode with
+    a return of at least `solved_at` has solved the task."""
+    meter = Meter()
+    meter.collect(log)
+    succeeded = [episode for episode in episodes if episode.error is None]
+    for episode in succeeded:
+        for name, value in episode.metrics.items():
+            meter.add(name if "/" in name else f"episode/{name}", value)
+        for function, reward in {**episode.rewards, **_role_rewards(episode)}.items():
+            meter.add(f"reward/{function}", reward)
+            meter.add(f"reward/{function}/std", reward)
+        meter.add(SWAPPED, _swapped_fraction(episode))
+    if succeeded:
+        solved = [total_return(episode) >= solved_at - SOLVED_TOLERANCE for episode in succeeded]
+        meter.add("groups/solve_all", all(solved))
+        meter.add("groups/solve_none", not any(solved))
+    return meter.take()
 
 
 def _failures(episodes: list[Episode]) -> list[Failure]:

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ from outpace.engines.fleet import EngineFleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.monitoring.metric_table import MetricLog, collecting, current_log
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grader_pool import GraderPool
 from outpace.rewards.grading import GradedCompletion, apply_overlong_penalty, grade
@@ -50,6 +51,7 @@ from outpace.rollouts.group_scoring import (
     after_prompt,
     build_report,
     count_sampled_tokens,
+    measure,
     score_group,
 )
 from outpace.rollouts.recording import RolloutRecorder, attempt_records
@@ -127,6 +129,7 @@ class RolloutWorker:
         self._heldout = heldout
         self._rollout = rollout
         self._rewards = reward_functions
+        self._solved_at = sum(weight for weight in weights.values() if weight > 0) if weights else 1.0
         self._requested_arguments = {
             name for _, function in reward_functions.functions for name in named_parameters(function, ON_REQUEST)
         }
@@ -141,9 +144,12 @@ class RolloutWorker:
     async def run(self, order: GroupOrder) -> GroupReport:
         diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
         turns = RecordedTurns(None if order.heldout else self._turns, order)
-        clients = self._clients(order, turns)
-        making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
-        work = asyncio.create_task(making)
+        with collecting() as reported:  # for everything that this task runs
+            clients = self._clients(order, turns)
+            making = (
+                self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns, reported)
+            )
+            work = asyncio.create_task(making)
         self._running[work] = order, turns
         try:
             return await work
@@ -213,7 +219,9 @@ class RolloutWorker:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.wait_until_ended)
 
-    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns) -> GroupReport:
+    async def _make_group(
+        self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns, reported: MetricLog
+    ) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         await turns.load()
@@ -226,7 +234,8 @@ class RolloutWorker:
         diagnostics.crash_point("worker.closed")
         report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if turns.reused:
-            report = msgspec.structs.replace(report, metrics={**report.metrics, REUSED: float(turns.reused)})
+            reported.add(REUSED, turns.reused)
+        report = msgspec.structs.replace(report, measured=measure(episodes, reported, self._solved_at))
         record = self._record(order, task, episodes, verdict)
         if verdict.outcome == "finished":
             kept = FinishedGroup(order, msgspec.structs.replace(report, views=[]))
@@ -282,13 +291,15 @@ class RolloutWorker:
 
     async def _episodes(self, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._config.rollout.timeout_s
-        return await gather_or_cancel(*(run_episode(self._rollout, task, client, limit) for client in clients))
+        return await gather_or_cancel(*(_timed(run_episode(self._rollout, task, client, limit)) for client in clients))
 
     async def _graded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade all episodes that did not fail. If a reward function fails, all of them fail with its error."""
         ended = [episode for episode in episodes if episode.error is None]
         if not ended:
             return episodes
+        reported = current_log() or MetricLog()
+        reported.completions = len(ended)
         try:
             grades = await grade(
                 self._rewards.functions,
@@ -309,8 +320,9 @@ class RolloutWorker:
             return [
                 episode if episode.error else _ungraded(episode, str(error), trace, failure) for episode in episodes
             ]
-        grades_left = iter(grades)
-        return [episode if episode.error else self._with_reward(episode, next(grades_left)) for episode in episodes]
+        extras = ({column: values[index] for column, values in reported.extra.items()} for index in range(len(ended)))
+        graded = zip(grades, extras, strict=True)
+        return [episode if episode.error else self._with_reward(episode, *next(graded)) for episode in episodes]
 
     def _requested_values(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
         """Return the arguments passed only to reward functions that declare them, for episodes that did not fail."""
@@ -324,7 +336,7 @@ class RolloutWorker:
             given["environments"] = [client.environment for _, client in ended]
         return given
 
-    def _with_reward(self, episode: Episode, graded: GradedCompletion) -> Episode:
+    def _with_reward(self, episode: Episode, graded: GradedCompletion, extra: dict[str, Any]) -> Episode:
         own = episode.rewards
         if not own and (episode.reward or not self._rewards.functions):
             own = {"rollout": episode.reward}
@@ -332,7 +344,17 @@ class RolloutWorker:
             reason = "no reward function applies"
             return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
-        return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
+        rewards, columns = {**own, **graded.parts}, {**episode.extra, **extra}
+        return msgspec.structs.replace(episode, reward=total, rewards=rewards, extra=columns)
+
+
+async def _timed(episode: Coroutine[Any, Any, Episode]) -> Episode:
+    started = time.monotonic()
+    ended = await episode
+    if (reported := current_log()) is not None:
+        for statistic in ("p50", "p95", "max"):
+            reported.add(f"episode/seconds/{statistic}", time.monotonic() - started)
+    return ended
 
 
 def _has_trajectory_rewards(episode: Episode) -> bool:
