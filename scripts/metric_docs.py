@@ -61,7 +61,7 @@ def brief(completions, log_metric, log_extra, **columns):
 
 `outpace.metric(name, rule="mean", *, meaning="", unit="")` declares a metric. Call it when your module is imported. A
 name may contain a placeholder: `outpace.metric("env/<room>/score", rule="max")`. A metric that is not declared is
-averaged, and a line on the console says so. The names above are refused, except those in `episode/<name>`.
+averaged, and a line on the console says so. The names above are refused, except `episode/<name>`.
 
 | in | report with |
 |---|---|

@@ -15,6 +15,7 @@ them back with its reply, and one for all callbacks.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,8 +33,8 @@ RULES = ("sum", "mean", "std", "min", "max", "last", "ratio")
 PERCENTILE = re.compile(r"p(\d{1,2}(?:\.\d+)?)")
 
 NAN_METRICS = "faults/nan_metrics"
-OWN_VALUES = "episode/<name>"
-"""The only built-in family in which user code may report and declare names."""
+EPISODE_VALUE = re.compile(r"episode/[^/]+")
+"""Built-in names that user code may also report and declare: rollouts put them into `Episode.metrics`."""
 
 _NAME = re.compile(r"[\w.:@+-]+(/[\w.:@+-]+)*")
 _PLACEHOLDER = re.compile(r"<\w+>")
@@ -99,7 +100,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ("episode/turns", "mean", "answers", "answers per attempt, with tools or an environment"),
         ("episode/tool_calls, episode/tool_errors, episode/tool_timeouts", "mean", "calls", "per attempt"),
         ("episode/breaks", "mean", "", "conversations per attempt that could not be continued exactly"),
-        (OWN_VALUES, "mean", "", "values that a rollout put into `Episode.metrics`, over the attempts that have them"),
+        (
+            "episode/<name>",
+            "mean",
+            "",
+            "values that a rollout put into `Episode.metrics`, over the attempts that have them",
+        ),
         ("turns/reused", "sum", "answers", "answers of an earlier attempt at a group that were reused after a kill"),
     ),
     "Loss and optimizer": section(
@@ -255,8 +261,13 @@ def check_name(name: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "step":
         shown = one_line(repr(name), 60)
         raise BadInput(f"metric {shown}: not a valid name; use letters and digits, with / between parts: env/score")
-    if (found := _built_in(name)) is not None and found.name != OWN_VALUES:
+    if (found := _built_in(name)) is not None and not EPISODE_VALUE.fullmatch(name):
         raise BadInput(f"metric {name}: outpace reports {found.name} itself; choose another name")
+
+
+def full_name(name: str) -> str:
+    """Return the name of a metric that a rollout put into `Episode.metrics`."""
+    return name if "/" in name else f"episode/{name}"
 
 
 def find(name: str) -> Metric | None:
@@ -337,8 +348,10 @@ def plain_value(value: Any) -> PlainValue:
     """Return a value that JSON can represent; as text if it is neither a number nor None."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, Real) and value > -(2**63) and value < 2**63:
-        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Integral) and abs(int(value)) < 2**63:
+        return int(value)
+    if isinstance(value, Real) and not isinstance(value, Integral) and math.isfinite(value):
+        return float(value)
     return clip(encodable_text(str(value)), MAX_EXTRA)
 
 

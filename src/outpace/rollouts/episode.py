@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
+from outpace.monitoring.metric_table import check_name, full_name
 from outpace.protocols import ModelClient, Rollout
 from outpace.rollouts.transcript import trajectory_problem
 from outpace.runtime import async_tools
@@ -140,10 +141,17 @@ def _last_answer(task: Task, client: PolicyClient) -> str | list[Message]:
 
 
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
-    """Return the episode, or a failed one if its rewards or trajectories are not valid for training."""
+    """Return the episode, or a failed one if its rewards, metrics or trajectories are not valid."""
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
         if not isinstance(reward, Real) or not math.isfinite(reward):
             return failed_episode(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
+    for name, value in episode.metrics.items():
+        try:
+            check_name(full_name(name))
+        except BadInput as error:
+            return failed_episode(client, str(error))
+        if not isinstance(value, Real):
+            return failed_episode(client, f"the rollout's metric {name} is {one_line(repr(value), 60)}, not a number")
     if unused := client.silent_roles:
         active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
         reason = f"a reward was set for the role {unused[0]!r}, which has no answers; roles with answers: {active}"

@@ -24,7 +24,7 @@ from outpace.algorithms.token_advantages import AdvantageSettings, compared_retu
 from outpace.config.algorithm import FilterConfig
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
-from outpace.monitoring.metric_table import MetricLog
+from outpace.monitoring.metric_table import MetricLog, full_name
 from outpace.monitoring.metrics import Meter
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import total_return
@@ -199,7 +199,7 @@ def measure(episodes: list[Episode], log: MetricLog, solved_at: float) -> dict[s
     succeeded = [episode for episode in episodes if episode.error is None]
     for episode in succeeded:
         for name, value in episode.metrics.items():
-            meter.add(name if "/" in name else f"episode/{name}", value)
+            meter.add(full_name(name), value)
         for function, reward in {**episode.rewards, **_role_rewards(episode)}.items():
             meter.add(f"reward/{function}", reward)
             meter.add(f"reward/{function}/std", reward)
