@@ -235,8 +235,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "faults/<kind>",
             "sum",
             "",
-            "other faults: `engine_lost`, `worker_lost`, `corrupt_weights`, `failed_loads`, `torn_loads`, "
-            "`failed_pins`, `given_up_groups`, `checkpoint_skipped`, and `kept_groups` (in `bad_steps/`)",
+            "other faults: `engine_lost`, `worker_lost`, `producer_lost`, `corrupt_weights`, `failed_loads`, "
+            "`torn_loads`, `failed_pins`, `given_up_groups`, `checkpoint_skipped`, and `kept_groups` (in `bad_steps/`)",
         ),
     ),
 }
