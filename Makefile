@@ -85,6 +85,7 @@ check: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/mypy
 	$(BIN)/python scripts/configuration_docs.py
+	$(BIN)/python scripts/metric_docs.py
 
 # As `check`, but changes nothing.
 lint: $(STAMP)
@@ -92,6 +93,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/configuration_docs.py --check
+	$(BIN)/python scripts/metric_docs.py --check
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

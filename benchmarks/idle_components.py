@@ -15,6 +15,7 @@ from outpace.protocols import Engine, Learner, Worker
 from outpace.runtime import diagnostics, wire
 from outpace.runtime.rpc import Channel, serve_calls
 from outpace.types import (
+    Aggregate,
     ChunkReport,
     EngineStats,
     FleetMember,
@@ -54,7 +55,7 @@ class IdleWorker:
             oldest=order.min_version,
             newest=order.min_version,
             seconds=1.0,
-            metrics={"rollout/turns": 1.0, "rollout/length": float(TOKENS)},
+            measured={"episode/turns": Aggregate("mean", 1.0, 1.0), "episode/length": Aggregate("mean", 1.0, TOKENS)},
         )
 
     async def cancel(self, group: int) -> None: ...

@@ -14,9 +14,12 @@ from hypothesis import settings
 from cpus import NEOVERSE_N1, NEOVERSE_V1
 from leftovers import pytest_configure  # noqa: F401 - a pytest hook: checks that the session leaves nothing behind
 from outpace.hardware import cpu
+from outpace.monitoring.metric_table import DECLARED
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the processes share the cores; set before anything loads torch
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+os.environ["OUTPACE_UNDECLARED_METRICS"] = "error"  # also in the processes that tests start
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell; tests send it to children
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,6 +48,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture
+def own_metrics() -> Generator[None, None, None]:
+    """Forget the metrics that the test declares."""
+    yield
+    DECLARED.clear()
 
 
 @pytest.fixture

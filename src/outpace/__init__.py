@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from outpace.config.producer import ProducerConfig
     from outpace.controller.evaluation import Evaluation
     from outpace.monitoring.callbacks import Callback, DataProducerCallback
+    from outpace.monitoring.metric_table import log_metric, metric
     from outpace.monitoring.rollout_files import read_rollouts
     from outpace.rewards.functions import evaluator
     from outpace.rewards.registry import register as register_reward
@@ -52,7 +53,9 @@ __all__ = [
     "__version__",
     "advantage",
     "evaluator",
+    "log_metric",
     "make_rollout_collator",
+    "metric",
     "normalizer",
     "policy_loss",
     "read_rollouts",
@@ -83,7 +86,9 @@ _PUBLIC_NAMES = {
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
     "evaluator": "outpace.rewards.functions",
+    "log_metric": "outpace.monitoring.metric_table",
     "make_rollout_collator": "outpace.tasks.producers",
+    "metric": "outpace.monitoring.metric_table",
     "normalizer": "outpace.algorithms.registry",
     "policy_loss": "outpace.algorithms.registry",
     "read_rollouts": "outpace.monitoring.rollout_files",

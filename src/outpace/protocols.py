@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from outpace.types import (
+    Aggregate,
     Answer,
     ChunkReport,
     Endpoint,
@@ -154,9 +155,9 @@ class Worker(Protocol):
 class Producer(Protocol):
     """Runs the user's data producer."""
 
-    async def produce(self, number: int, step: Version) -> None:
-        """Ask for round `number`, counted from 0 over all starts of the run, and journal it. Returns when it is on
-        disk. A round that is on disk is not asked for again. `step` is the learner's version."""
+    async def produce(self, number: int, step: Version) -> dict[str, Aggregate]:
+        """Ask for round `number`, counted from 0 over all starts of the run, and journal it. Returns its metrics when
+        it is on disk. A round that is on disk is not asked for again. `step` is the learner's version."""
         ...
 
     async def fleet(self, members: list[FleetMember]) -> None:
@@ -238,6 +239,10 @@ class ModelClient(Protocol):
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
         """Give one completion a reward on top of its trajectory's."""
+        ...
+
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Report a value of a metric: see `outpace.log_metric`. May be called on any thread."""
         ...
 
     def trajectory(self) -> Trajectory: ...

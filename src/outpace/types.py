@@ -173,6 +173,7 @@ class Episode(msgspec.Struct, frozen=True):
     error: str | None = None
     traceback: str = ""  # of the user's own code, if that failed
     failures: list[Failure] = []
+    extra: dict[str, Any] = {}  # columns of its record in `rollouts/`
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -241,6 +242,18 @@ class EpisodeView(msgspec.Struct, frozen=True):
     attempt: int = 0
 
 
+class Aggregate(msgspec.Struct, omit_defaults=True):
+    """Values of one metric, in a form that merges with others of the same rule: `outpace.monitoring.metrics`. Each rule
+    uses only some of the fields."""
+
+    rule: str
+    weight: float = 0.0  # sum of the weights; ratio: of the denominators
+    total: float = 0.0  # weighted sum of the values; ratio: sum of the numerators
+    squares: float = 0.0  # std: weighted sum of the squared deviations from the mean
+    value: float = 0.0  # min, max, last
+    values: list[tuple[float, float]] = []  # percentiles: values with their weights
+
+
 class GroupReport(msgspec.Struct, frozen=True):
     """A worker's report on a completed group. Metadata only: the tokens are in the journal at `place`."""
 
@@ -259,7 +272,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     newest: Version = 0
     truncated: int = 0  # episodes that reached the token limit
     seconds: float = 0.0
-    metrics: dict[str, float] = {}
+    measured: dict[str, Aggregate] = {}  # metrics by name, except those that other fields give
     views: list[EpisodeView] = []  # held-out group with `show`: every episode; group not trained on: one, clipped
     cancelled: bool = False  # cancelled by the controller, not failed by a rollout or a reward
     traceback: str = ""  # of user code that failed, for display
@@ -283,6 +296,7 @@ class AttemptRecord(msgspec.Struct, frozen=True):
     error: str | None = None
     untrained: list[Row] = []  # trajectories that are not trained on
     prompt: str = ""  # the task's prompt, set only if the attempt made no request
+    extra: dict[str, Any] = {}  # columns that reward functions added
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

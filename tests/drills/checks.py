@@ -25,6 +25,7 @@ TIMING_METRICS = (
     "share/",
     "efficiency",
     "groups/seconds",
+    "episode/seconds/",
     "throughput/sampled_",  # of groups that closed before the line was written
     "waste/",  # the same
     "throughput/trained_tok_s",

@@ -38,7 +38,7 @@ def test_a_run_directory_that_cannot_be_written_is_rejected_before_anything_star
 def test_a_nan_metric_is_left_out_and_counted(tmp_path: Path) -> None:
     meter = Meter()
     meter.add("loss/policy", math.nan)
-    meter.add("grad/norm", 1.0)
+    meter.add("grad_norm", 1.0)
     log = RunLog.claim(tmp_path / "run")
     log.start("")
     log.step(1, meter.flush())

@@ -1,11 +1,13 @@
 import asyncio
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from outpace.errors import ComponentFailed
+import outpace
+from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring import callbacks
 from outpace.monitoring.callbacks import Callback, CallbackRunner
 from support import names
@@ -43,6 +45,27 @@ async def test_callbacks_plain_and_async_run_in_order_on_their_own_thread() -> N
     await runner.close()
     assert recorder.entries == [(kind, step) for step in range(20) for kind in ("start", "end")]
     assert recorder.threads == {"outpace-callbacks"}
+
+
+async def test_a_callback_reports_metrics_until_the_run_has_ended() -> None:
+    class Counting(Callback):
+        def on_batch_start(self, version: int) -> None:
+            self.log_metric("time_of/day", version)
+            outpace.log_metric("time_of/night", version, 2)
+
+    counting = Counting()
+    runner = CallbackRunner([counting])
+    counting.log_metric("time_of/day", 7)
+    runner.post("on_batch_start", 1)
+    await runner.close()
+    counting.log_metric("time_of/day", 8)
+    assert runner.log.take() == [("time_of/day", 7, 1), ("time_of/day", 1, 1), ("time_of/night", 1, 2)]
+    for bad in ("step", "reward/mean", "faults/mine", "two words", "", "/x"):
+        with pytest.raises(BadInput, match=re.escape(f"metric {bad}" if "/m" in bad else f"metric {bad!r}")):
+            runner.log.log_metric(bad, 1)
+    for value, weight in (("text", 1), ([1, 2], 1), (1, -1)):
+        with pytest.raises(ValueError, match="time_of/day"):
+            runner.log.log_metric("time_of/day", value, weight)  # type: ignore[arg-type]
 
 
 async def test_a_blocked_callback_does_not_block_the_run() -> None:

@@ -1,13 +1,20 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import outpace
+from outpace.errors import BadInput
 from outpace.monitoring import metrics as records
-from outpace.monitoring.metrics import Meter, percentile, rule_of
-from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport, TensorSpec
+from outpace.monitoring.metric_table import DECLARED, Metric, find
+from outpace.monitoring.metrics import MAX_VALUES, UNDECLARED_METRICS, Meter, percentile, result
+from outpace.runtime import wire
+from outpace.types import Aggregate, ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport, TensorSpec
+from support import naming
 
 finite_floats = st.floats(min_value=-1e6, max_value=1e6)
 weights = st.floats(min_value=0.01, max_value=1e3)
@@ -80,22 +87,103 @@ def test_a_step_starts_empty_and_only_declared_sums_are_zero() -> None:
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("tool/call_s", "sum"),
-        ("tool/calls/max", "max"),
-        ("offpolicy/ratio_max", "max"),
-        ("offpolicy/ratio_below_max", "mean"),
-        ("governor/lowered", "sum"),
-        ("governor/max_lag", "last"),
-        ("groups/skipped", "sum"),
-        ("faults/anything", "sum"),
-        ("queue/anything", "last"),
-        ("throughput/anything_s", "last"),
+        ("reward/mean", "mean"),
         ("reward/correct", "mean"),
-        ("time/step_s", "last"),
+        ("reward/correct/std", "std"),
+        ("reward/graders/math.py:correct", "mean"),
+        ("offpolicy/ratio_max", "max"),
+        ("offpolicy/ratio_below_0.5", "ratio"),
+        ("episode/seconds/p95", "p95"),
+        ("episode/score", "mean"),
+        ("lag/tokens_3", "sum"),
+        ("faults/engine_lost", "sum"),
+        ("eval/pass@4/stderr", "last"),
+        ("eval/hard/pass@4", "last"),
     ],
 )
-def test_the_name_of_a_metric_determines_its_aggregation_rule(name: str, rule: str) -> None:
-    assert rule_of(name) == rule
+def test_a_name_has_the_rule_of_its_exact_declaration_or_else_of_its_closest_family(name: str, rule: str) -> None:
+    declared = find(name)
+    assert declared is not None
+    assert declared.rule == rule
+
+
+RULE_REFERENCES: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda values, weights: np.sum(values * weights),
+    "mean": lambda values, weights: np.average(values, weights=weights),
+    "std": lambda values, weights: np.sqrt(np.cov(values, aweights=weights, ddof=0)),
+    "min": lambda values, weights: values.min(),
+    "max": lambda values, weights: values.max(),
+    "last": lambda values, weights: values[-1],
+    "ratio": lambda values, weights: values.sum() / weights.sum(),
+    "p10": lambda values, weights: np.quantile(values, 0.1, weights=weights, method="inverted_cdf"),
+    "p99.5": lambda values, weights: np.quantile(values, 0.995, weights=weights, method="inverted_cdf"),
+}
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 9), st.booleans()), min_size=1, max_size=40),
+    st.sampled_from(list(RULE_REFERENCES)),
+)
+def test_a_rule_gives_the_same_however_the_values_are_divided_among_workers(
+    entries: list[tuple[int, int, bool]], rule: str
+) -> None:
+    DECLARED["env/x"] = Metric("env/x", rule)
+    worker, controller = Meter(), Meter()
+    for value, weight, reports in entries:
+        worker.add("env/x", value, weight)
+        if reports:
+            controller.merge(wire.decode(wire.encode(worker.take()), dict[str, Aggregate]))
+    controller.merge(worker.take())
+    DECLARED.clear()
+    values, shares = (np.array(column, dtype=float) for column in list(zip(*entries, strict=True))[:2])
+    assert controller.flush()["env/x"] == pytest.approx(RULE_REFERENCES[rule](values, shares), rel=1e-9, abs=1e-6)
+
+
+def test_a_percentile_of_very_many_values_keeps_a_bounded_number_of_them() -> None:
+    values = np.random.default_rng(0).permutation(40_000)
+    meter = Meter()
+    for value in values.tolist():
+        meter.add("episode/seconds/p95", value)
+    (kept,) = meter.take().values()
+    assert len(kept.values) <= MAX_VALUES
+    assert sum(weight for _, weight in kept.values) == 40_000
+    assert result(kept) == pytest.approx(38_000, abs=20)
+
+
+@pytest.mark.parametrize("bad", [("env/score", "median"), ("env/score", "p100"), ("step", "mean"), ("kl", "max")])
+def test_a_declaration_with_an_unknown_rule_or_a_name_that_is_taken_is_refused(bad: tuple[str, str]) -> None:
+    with pytest.raises(BadInput, match=naming(bad[0])):
+        outpace.metric(*bad)
+    assert not DECLARED
+
+
+def test_a_declared_family_or_name_takes_precedence_over_the_family_of_episode_values(own_metrics: None) -> None:
+    outpace.metric("episode/score", rule="min")
+    outpace.metric("env/<room>/score", rule="sum")
+    meter = Meter()
+    for value in (2.0, 3.0):
+        meter.add("episode/score", value)
+        meter.add("episode/other", value)
+        meter.add("env/hall/score", value)
+    metrics = meter.flush()
+    assert (metrics["episode/score"], metrics["episode/other"], metrics["env/hall/score"]) == (2, 2.5, 5)
+    assert "env/<room>/score" not in metrics
+
+
+def test_an_undeclared_metric_is_an_error_in_tests_and_an_average_that_is_reported_once_in_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for report in (lambda meter: meter.add("tool/count", 1.0), lambda meter: meter.put("tool/count", 1.0)):
+        with pytest.raises(ValueError, match="tool/count"):
+            report(Meter())
+    monkeypatch.delenv(UNDECLARED_METRICS)
+    reported: list[str] = []
+    meter = Meter(reported.append)
+    for _ in range(2):
+        meter.add("tool/count", 1.0)
+        meter.add("tool/count", 4.0)
+        assert meter.flush()["tool/count"] == 2.5
+    assert reported == ["tool/count"]
 
 
 def test_a_put_value_replaces_added_values() -> None:
@@ -112,12 +200,11 @@ def group(outcome: str, rewards: list[float], tokens: int) -> GroupReport:
         task_id="t",
         outcome=outcome,  # type: ignore[arg-type]
         rewards=rewards,
-        reward_parts={"correct": sum(rewards) / len(rewards)} if rewards else {},
         episodes=len(rewards),
         tokens_sampled=tokens,
         truncated=1,
         seconds=2.0,
-        metrics={"turns": 3.0},
+        measured={"episode/turns": Aggregate("mean", weight=2.0, total=6.0)},
     )
 
 
@@ -126,7 +213,7 @@ def test_group_reports_become_reward_count_and_waste_metrics() -> None:
     for report in (group("finished", [0.0, 1.0], 20), group("filtered", [1.0, 1.0], 30), group("failed", [], 50)):
         records.record_group(meter, report)
     metrics = meter.flush()
-    assert metrics["reward/mean"] == metrics["reward/correct"] == 0.75
+    assert metrics["reward/mean"] == 0.75
     assert metrics["reward/std"] == pytest.approx(np.std([0, 1, 1, 1]))
     assert (metrics["groups/finished"], metrics["groups/filtered"], metrics["groups/failed"]) == (1, 1, 1)
     assert metrics["waste/tokens"] == 50

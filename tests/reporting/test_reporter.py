@@ -583,6 +583,7 @@ def test_a_row_has_prompt_completion_rewards_advantage_and_versions(tmp_path: Pa
 def test_rows_of_a_table_have_the_same_keys(tmp_path: Path) -> None:
     file = tmp_path / "step-000006.jsonl"
     attempts = [ATTEMPT | {"rewards": {"form": 0.5}}, ATTEMPT | {"rewards": {"number": float("nan")}, "reward": None}]
+    attempts[0]["extra"], attempts[1]["extra"] = {"goal": 4, "mixed": 4, "step": 9}, {"mixed": "four", "goal": 0.5}
     file.write_text("".join(json.dumps(attempt) + "\n" for attempt in attempts))
     rows = table_rows(file)
     assert [list(row) for row in rows] == [list(rows[0])] * 2
@@ -590,6 +591,7 @@ def test_rows_of_a_table_have_the_same_keys(tmp_path: Path) -> None:
         (1.5, 0.5, None),
         (None, None, None),
     ]
+    assert [(row["goal"], row["mixed"], row["step"]) for row in rows] == [(4, "4", None), (0.5, "four", None)]
 
 
 def test_the_config_is_flattened_with_lists_and_tables_as_json() -> None:

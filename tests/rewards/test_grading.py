@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from outpace.errors import RewardFailed
+from outpace.monitoring.metric_table import MetricLog, collecting
 from outpace.rewards import grading
 from outpace.rewards.grading import GradedCompletion, grade
 from support import naming
@@ -51,6 +52,29 @@ async def test_functions_without_kwargs_get_only_the_columns_they_name() -> None
         return answer
 
     assert [each.total for each in await grade_with(reward, answer=7, other=1)] == [7.0, 7.0]
+
+
+async def test_reported_metrics_and_columns_are_collected_in_a_run_and_ignored_elsewhere() -> None:
+    async def on_the_loop(completions: list[str], log_metric: Any) -> list[float]:
+        log_metric("env/loop", 1, 2)
+        return [0.0] * len(completions)
+
+    def on_a_thread(completions: list[str], log_extra: Any, log_metric: Any = None, **columns: Any) -> list[float]:
+        log_metric("env/thread", np.float32(0.5))
+        log_extra("seen", [3, np.float32(0.5)])
+        log_extra("kind", [str, None])
+        return [0.0] * len(completions)
+
+    await grade_with(on_the_loop, on_a_thread)
+    with collecting(MetricLog(completions=2)) as log:
+        await grade_with(on_the_loop, on_a_thread, log_extra="a column with this name")
+    assert sorted(log.take()) == [("env/loop", 1, 2), ("env/thread", 0.5, 1)]
+    assert log.extra == {"seen": [3, 0.5], "kind": [str(str), None]}
+    with (
+        collecting(MetricLog(completions=3)),
+        pytest.raises(RewardFailed, match=naming("on_a_thread", "seen", "2", "3")),
+    ):
+        await grade_with(on_a_thread)
 
 
 async def test_a_column_cannot_replace_the_completions() -> None:

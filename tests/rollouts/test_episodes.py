@@ -91,6 +91,23 @@ async def test_an_unsupported_return_value_fails_the_episode(client: PolicyClien
     assert re.search(naming(type(odd).__name__, "Episode", "Trajectory", "None"), episode.error or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "fails"),
+    [
+        ("reward/mean", 1.0, True),
+        ("two words", 1.0, True),
+        ("score", "high", True),
+        ("turns", 1, False),
+        ("env/score", math.nan, False),
+    ],
+)
+async def test_a_metric_with_an_invalid_name_or_value_fails_the_episode(
+    client: PolicyClient, name: str, value: Any, fails: bool
+) -> None:
+    episode = await run(returning(Episode([], metrics={name: value})), client)
+    assert bool(re.search(naming(name), episode.error or "")) == fails == (episode.error is not None)
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
 async def test_a_reward_that_is_not_finite_fails_the_episode(
     make_engine: Any, make_client: MakeClient, reward: float

@@ -24,6 +24,7 @@ from benchmarks.episodes import (
     run_groups,
 )
 
+from outpace.monitoring.metrics import result
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.conversation import ConversationIndex
 from outpace.rollouts.environments.child import EnvironmentInstance
@@ -129,7 +130,7 @@ def baseline(tmp_path: Path) -> Baseline:
 def test_many_concurrent_episodes_leave_nothing_behind(tmp_path: Path, baseline: Baseline) -> None:
     reports = asyncio.run(run_all(FAST, tmp_path))
     assert {(report.outcome, report.episodes) for report in reports} == {("finished", GROUP)}
-    assert {report.metrics["turns"] for report in reports} == {3.0}
+    assert {result(report.measured["episode/turns"]) for report in reports} == {3.0}
     baseline.assert_nothing_left()
 
 

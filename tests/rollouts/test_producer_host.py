@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import outpace
 from outpace.config import Config
 from outpace.config.producer import ProducerConfig
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput
 from outpace.models.chat_format import TemplateChatFormat
+from outpace.monitoring.metrics import result
 from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
 from outpace.tasks.producers import AsyncDataProducer, BaseDataProducer
 from outpace.tasks.stream import StreamedTasks
@@ -87,6 +89,18 @@ async def test_a_round_is_journaled_and_not_asked_for_again_also_by_a_restarted_
     assert len(tasks) == 8
     assert [tasks[visit].prompt for visit in range(8)] == ["a", "b"] * 4
     assert len({tasks[visit].id for visit in range(8)}) == 4
+
+
+async def test_a_round_reports_its_metrics_and_those_of_the_producer(make_host: MakeHost) -> None:
+    def make(_: Any) -> Any:
+        outpace.log_metric("episode/candidates", 7)
+        return rows("a", "b")
+
+    host = make_host(Questions(make))
+    measured = {name: result(each) for name, each in (await host.produce(0, 0)).items()}
+    assert (measured.pop("producer/seconds") or 0) > 0
+    assert measured == {"producer/rounds": 1, "producer/rows": 2, "episode/candidates": 7}
+    assert await host.produce(0, 0) == {}, "the round is on disk: nothing was asked for"
 
 
 async def test_steps_per_generation_limits_the_visits_of_a_round(make_host: MakeHost, tmp_path: Path) -> None:

@@ -173,6 +173,10 @@ def rows(journal: RecordingJournal) -> list[tuple[list[int], list[int]]]:
     return [(row.tokens.tolist(), row.versions.tolist()) for row in journal.records[0].rows]
 
 
+def reused(report: GroupReport) -> float:
+    return report.measured[REUSED].total if REUSED in report.measured else 0.0
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2])
 async def test_a_resumed_group_reuses_recorded_turns_and_ends_with_the_same_tokens(
     make_engine: Any, make_worker: MakeWorker, turns: int
@@ -189,7 +193,7 @@ async def test_a_resumed_group_reuses_recorded_turns_and_ends_with_the_same_toke
     everything = {"4.0.0", "4.0.1", "4.1.0", "4.1.1", "4.1.2"}
     answered = {f"4.{episode}.{turn}" for episode in range(2) for turn in range(turns)} & everything
     assert set(successor.prompts) == everything - answered, "recorded answers are not requested again"
-    assert report.metrics.get(REUSED, 0) == len(answered)
+    assert reused(report) == len(answered)
     assert [tokens for tokens, _ in rows(again)] == [tokens for tokens, _ in rows(whole)]
     assert (report.outcome, report.oldest, report.newest) == ("finished", 3 if turns else 20, 24 - len(answered))
 
@@ -217,7 +221,7 @@ async def test_a_changed_environment_response_is_answered_by_the_engine_again(
     engine = make_engine(scripted_answer)
     report = await make_worker(engine, in_environment(Nondeterministic)).run(order(recorded=True))
     assert set(engine.prompts) == {"4.0.1", "4.1.1", "4.1.2"}, "the first prompt is the same, the second is not"
-    assert (report.outcome, report.metrics[REUSED]) == ("finished", 2)
+    assert (report.outcome, reused(report)) == ("finished", 2)
 
 
 async def test_a_group_ordered_without_the_recorded_flag_is_generated_from_scratch(
@@ -227,7 +231,7 @@ async def test_a_group_ordered_without_the_recorded_flag_is_generated_from_scrat
     engine = make_engine(scripted_answer)
     report = await make_worker(engine).run(order())
     assert len(engine.prompts) == 5
-    assert REUSED not in report.metrics
+    assert reused(report) == 0
 
 
 async def test_answers_older_than_min_version_are_requested_again(make_engine: Any, make_worker: MakeWorker) -> None:
@@ -261,7 +265,7 @@ async def test_a_third_attempt_reuses_the_turns_of_both_earlier_attempts(
     engine = make_engine(scripted_answer)
     report = await make_worker(engine, name="w2").run(order(recorded=True))
     assert set(engine.prompts) == {"4.1.2"}
-    assert report.metrics[REUSED] == 4
+    assert reused(report) == 4
 
 
 def numbered(dies_at: int | None = None) -> Callable[[int, int], Any]:
@@ -298,7 +302,7 @@ async def test_recorded_answers_are_not_reused_when_requests_come_in_a_different
     engine = make_engine(numbered())
     report = await make_worker(engine, rollout_over(["b", "a", "c"])).run(order(size=1, recorded=True))
     assert set(engine.prompts) == {"4.0.0", "4.0.1", "4.0.2"}
-    assert REUSED not in report.metrics
+    assert reused(report) == 0
     assert report.rewards == [0.0], "an answer is sampled with the seed of its own request"
 
 
@@ -327,7 +331,7 @@ async def test_recorded_answers_to_identical_concurrent_prompts_are_matched_by_r
     report = await make_worker(engine, chat_rollout).run(order(size=1, recorded=True))
     assert sampled == [("late", "early")]
     assert set(engine.prompts) == {"4.0.0"}
-    assert report.metrics[REUSED] == 1
+    assert reused(report) == 1
 
 
 async def test_an_answer_that_arrives_after_its_group_is_closed_is_not_recorded(tmp_path: Path) -> None:
@@ -434,8 +438,8 @@ async def test_the_journal_keeps_the_order_and_the_report_without_views(
     assert (found.order, kept.place) == (ordered, report.place)
     assert report.views
     assert not kept.views
-    assert (kept.group, kept.rewards, kept.newest, kept.metrics) == (
-        report.group, report.rewards, report.newest, report.metrics,
+    assert (kept.group, kept.rewards, kept.newest, kept.measured) == (
+        report.group, report.rewards, report.newest, report.measured,
     )  # fmt: skip
 
 

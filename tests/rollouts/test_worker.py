@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 
+import outpace
 from outpace.checkpoint import journal
 from outpace.config import Config
 from outpace.config.algorithm import AdvantageConfig
@@ -26,6 +27,7 @@ from outpace.config.sections import EvalConfig, RewardsConfig
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import ComponentFailed
 from outpace.models.chat_format import TemplateChatFormat
+from outpace.monitoring.metrics import result
 from outpace.protocols import ModelClient
 from outpace.rewards.grading import GraderPool
 from outpace.rewards.registry import isolated_sources
@@ -38,6 +40,7 @@ from outpace.types import (
     FleetMember,
     GroupOrder,
     GroupRecord,
+    GroupReport,
     JournalLocation,
     Task,
     Trajectory,
@@ -58,6 +61,10 @@ def correct(prompts: list[str], completions: list[str], answer: list[str]) -> li
 
 def by_episode(episode: int, turn: int) -> str:
     return ANSWERS[episode % 2]
+
+
+def results(report: GroupReport) -> dict[str, float | None]:
+    return {name: result(aggregate) for name, aggregate in report.measured.items()}
 
 
 def order(group: int = 0, **changes: Any) -> GroupOrder:
@@ -304,7 +311,75 @@ async def test_episode_metrics_are_averaged_over_the_episodes_that_have_them(
         return Episode([client.trajectory()], metrics=metrics)
 
     report = await make_worker(make_engine(by_episode), rollout=rollout).run(order())
-    assert report.metrics == {"letters": 2.5, "right": 1.0, SWAPPED: 0.0}
+    measured = results(report)
+    assert (measured["episode/letters"], measured["episode/right"], measured[SWAPPED]) == (2.5, 1.0, 0.0)
+
+
+def logging_reward(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+    for text in completions:
+        log_metric("answer/length", len(text))
+    log_metric("answer/yes", completions.count("yes"), len(completions))
+    log_metric("answer/odd", float("nan"))
+    log_extra("length", [len(text) for text in completions])
+    return [float(text == "yes") for text in completions]
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_what_rewards_evaluators_and_rollouts_report_is_aggregated_by_its_rule(
+    make_engine: Any, make_worker: MakeWorker, own_metrics: None, isolation: Any
+) -> None:
+    outpace.metric("answer/length", rule="max")
+    outpace.metric("answer/yes", rule="ratio")
+    outpace.metric("answer/odd", rule="sum")
+    outpace.metric("answer/graded", rule="sum")
+    outpace.metric("episode/prompts", rule="p50")
+
+    async def rollout(task: Task, client: ModelClient) -> None:
+        await client.sample(task.prompt)
+        await asyncio.to_thread(client.log_metric, "episode/prompts", len(task.prompt))
+
+    @outpace.evaluator
+    def counting(task: Task, episode: Episode) -> float:
+        outpace.log_metric("answer/graded", 1)
+        return 0.0
+
+    rewards = [("logging_reward", logging_reward), ("counting", counting)]
+    pool = GraderPool(isolated_sources(rewards, isolation)) if isolation == "process" else None
+    worker = make_worker(make_engine(by_episode), rollout=rollout, rewards=rewards, pool=pool)
+    measured = results(await worker.run(order()))
+    await worker.close()
+    assert measured["answer/length"] == 3
+    assert measured["answer/yes"] == 0.5
+    assert measured["answer/graded"] == 2
+    assert measured["episode/prompts"] == 2
+    assert measured["faults/nan_metrics"] == 1
+    assert "answer/odd" not in measured
+
+
+async def test_a_group_measures_each_reward_the_time_of_its_episodes_and_whether_all_or_none_solved_the_task(
+    make_engine: Any, make_worker: MakeWorker
+) -> None:
+    def style(completions: list[str]) -> list[float]:
+        return [0.5 if text == "yes" else 1.0 for text in completions]
+
+    async def solve_shares(*answers: str, weights: list[float], rewards: Any) -> tuple[float, float]:
+        engine = make_engine(lambda episode, turn: answers[episode])
+        measured = results(await make_worker(engine, rewards=rewards, weights=weights).run(order()))
+        assert (
+            0 <= measured["episode/seconds/p50"] <= measured["episode/seconds/p95"] <= measured["episode/seconds/max"]
+        )
+        return measured["groups/solve_all"], measured["groups/solve_none"]
+
+    yes, no = ANSWERS
+    right = [("correct", correct)]
+    assert await solve_shares(yes, yes, weights=[1.0], rewards=right) == (1, 0)
+    assert await solve_shares(yes, no, weights=[1.0], rewards=right) == (0, 0)
+    assert await solve_shares(no, no, weights=[1.0], rewards=right) == (0, 1)
+    both = [*right, ("style", style)]
+    assert await solve_shares(yes, yes, weights=[0.9, 0.2], rewards=both) == (1, 0), "0.9 + 0.1"
+    assert await solve_shares(yes, yes, weights=[0.5, 0.5], rewards=both) == (0, 1), "0.5 + 0.25"
+    measured = results(await make_worker(make_engine(by_episode), rewards=both).run(order()))
+    assert (measured["reward/style"], measured["reward/style/std"]) == (0.75, 0.25)
 
 
 async def test_a_cancelled_group_reports_failure_and_frees_the_engine(

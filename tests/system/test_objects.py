@@ -9,7 +9,10 @@ import pytest
 
 import outpace as api
 from outpace.errors import BadInput
-from support import INLINE
+from outpace.monitoring.metric_table import DECLARED, find
+from outpace.run.objects import registered_for_worker
+from outpace.runtime.by_value import pickle_objects, unpickle_objects
+from support import INLINE, read_lines, resolved
 
 Settings = dict[str, Any]
 
@@ -51,6 +54,37 @@ def test_a_refused_plan_keeps_the_model_of_the_run_that_it_would_overwrite(
         api.Trainer(model, rewards="nosuch", tokenizer=tokenizer, config=config, quiet=True).train()
     assert weights.stat().st_mtime_ns == before
     assert not weights.parent.with_name("model.new").exists()
+
+
+def test_metrics_and_columns_that_a_reward_reports_are_in_the_run(settings: Settings, own_metrics: None) -> None:
+    api.metric("answer/length", rule="max", unit="characters")
+
+    def lengths(completions: list[str], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+        for text in completions:
+            log_metric("answer/length", len(text))
+        log_extra("length", [len(text) for text in completions])
+        return [len(text) / 8 for text in completions]
+
+    config = {key: value for key, value in settings.items() if key != "rewards.functions"}
+    config |= {**INLINE, "run.steps": 2, "run.save_rollouts": 4}
+    api.Trainer(rewards=lengths, config=config, quiet=True).train()
+    run = Path(settings["run.dir"])
+    attempts = list(api.read_rollouts(run, outcome="trained"))
+    assert all(attempt.extra == {"length": attempt.rewards["lengths"] * 8} for attempt in attempts)
+    for line in read_lines(run / "metrics.jsonl"):
+        longest = max(attempt.extra["length"] for attempt in attempts if attempt.step == line["step"])
+        assert line["answer/length"] == longest > line["reward/lengths"] * 8
+        assert line["reward/lengths/std"] == pytest.approx(line["reward/std"])
+
+
+def test_workers_get_the_metrics_that_a_script_declares(own_metrics: None) -> None:
+    declared = api.metric("answer/length", rule="p90")
+    registered = registered_for_worker(resolved({}))
+    assert registered is not None
+    sent = pickle_objects({"registered": registered})
+    DECLARED.clear()
+    unpickle_objects(sent)["registered"].install()
+    assert find("answer/length") == declared
 
 
 def test_objects_that_cannot_be_trained_are_refused(loaded: tuple[Any, Any]) -> None:

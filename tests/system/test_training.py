@@ -42,6 +42,14 @@ def wait_for(condition: Any, process: subprocess.Popen[str], seconds: float = 20
         time.sleep(0.05)
 
 
+def on_metrics_page(name: str) -> bool:
+    """Whether docs/metrics.md has a row for this metric, by its name or by that of its family."""
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE)
+    names = [each for row in rows for each in re.findall("`([^`]+)`", row)]
+    return any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", each.replace(".", r"\.")), name) for each in names)
+
+
 class WatchRuntimeDirectory(api.Callback):
     """Remembers the runtime directories of this process's runs, recognized by the lock file held open."""
 
@@ -125,6 +133,8 @@ def test_a_deterministic_run_is_the_same_in_child_processes_which_leave_only_the
         results.append((losses, (run / "batches.jsonl").read_text(), tokens, rewards))
     assert results[0] == results[1] == results[2]
     metrics, batches = read_lines(local / "metrics.jsonl"), read_lines(local / "batches.jsonl")
+    assert {name for line in metrics for name in line if not on_metrics_page(name)} == {"step"}
+    assert any("eval/reward" in line for line in metrics)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
     assert [line["version"] for line in batches] == [0, 1, 2, 3, 4]
     assert [len(line["groups"]) for line in batches] == [4] * 5

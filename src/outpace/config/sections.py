@@ -8,6 +8,7 @@ combinations. None means "not set": the default depends on other keys, or there 
 
 from __future__ import annotations
 
+from math import isclose
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -335,7 +336,8 @@ class EvalConfig(Section):
     """Values of k for the metric pass@k: the probability that at least one of k attempts solves a task. At most
     `eval.attempts`."""
     solved_at: float = 1.0
-    """An attempt solves its task if its reward is at least this."""
+    """An attempt solves its task if its reward is at least this. Also for `groups/solve_all` and `groups/solve_none` in
+    training."""
     sets: dict[str, str] = {}
     """Further held-out sets: name to a path, as in `tasks.eval_path`, or to a task, as in `tasks.name`, whose held-out
     tasks are used. Their metrics are `eval/<name>/…`."""
@@ -360,6 +362,10 @@ class EvalConfig(Section):
     """Completions of each evaluation to save in `rollouts/evals/`, over all sets; 0 saves none."""
     holdout: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of a dataset to hold out when it has no held-out tasks."""
+
+    def is_solved(self, reward: float) -> bool:
+        # Weights such as 0.7, 0.2 and 0.1 add up to 1 - 1e-16.
+        return reward >= self.solved_at or isclose(reward, self.solved_at)
 
 
 class SuperviseConfig(Section):

@@ -143,7 +143,7 @@ class Driver:
         assert producer is not None
 
         async def produce(number: int, step: Version) -> None:
-            await self._supervisor.call(PRODUCER, lambda: producer.produce(number, step))
+            self._recorder.produced(await self._supervisor.call(PRODUCER, lambda: producer.produce(number, step)))
 
         return TaskFeed(ProducerRounds(config.producer, tasks, produce), tasks, self._scheduler, post)
 

@@ -197,15 +197,9 @@ def score_set(tasks: Iterable[Sequence[GroupReport]], settings: EvalConfig) -> S
 
 def _pass_at(rewards: Sequence[Sequence[float]], settings: EvalConfig) -> dict[int, Estimate]:
     """Return pass@k for each k that some task has enough scored attempts for."""
-    counts = [(len(task), sum(_is_solved(reward, settings.solved_at) for reward in task)) for task in rewards]
+    counts = [(len(task), sum(map(settings.is_solved, task))) for task in rewards]
     estimates = {k: _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in settings.k}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
-
-
-def _is_solved(reward: float, solved_at: float) -> bool:
-    return reward >= solved_at or math.isclose(
-        reward, solved_at
-    )  # weights such as 0.7, 0.2 and 0.1 add up to 1 - 1e-16
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:

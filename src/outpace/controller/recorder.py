@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -28,6 +28,7 @@ from outpace.protocols import Engine, Learner
 from outpace.runtime import diagnostics
 from outpace.tasks.order import reroll_number
 from outpace.types import (
+    Aggregate,
     ChunkReport,
     EngineStats,
     Failure,
@@ -71,7 +72,7 @@ class Recorder:
         self.timeline = Timeline(cap=TIMELINE_SPANS)
         self.summary = SummaryBuilder()
         self.last_evaluation: Evaluation | None = None
-        self._meter = Meter()
+        self._meter = Meter(self._undeclared)
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = EfficiencyTracker(self.cores, time.monotonic)
@@ -88,8 +89,8 @@ class Recorder:
             if result := parse_eval_result(line["step"], line):
                 self.summary.evaluation(result)
         self.summary.failures(past.failures)
-        for name, value in past.totals:
-            self._meter.add(name, value)
+        for totals in past.totals:
+            self._meter.merge(totals)
         self._earlier_wall_s = past.seconds
         self._closed |= {report.group: report for report in finished}
 
@@ -104,6 +105,9 @@ class Recorder:
 
     def span(self, component: str, name: str) -> contextlib.AbstractContextManager[None]:
         return self.timeline.measure(component, name)
+
+    def _undeclared(self, name: str) -> None:
+        self.console.status(f"metric {name} is not declared, so it is averaged: see outpace.metric")
 
     def fault(self, name: str) -> None:
         self._meter.add(f"faults/{name}", 1)
@@ -126,6 +130,10 @@ class Recorder:
 
     def lag_changed(self, by: int) -> None:
         self._meter.add("governor/raised" if by > 0 else "governor/lowered", abs(by))
+
+    def produced(self, measured: Mapping[str, Aggregate]) -> None:
+        """Record what a data producer reported with a round."""
+        self._meter.merge(measured)
 
     def published(self, manifest: Manifest) -> None:
         to_metrics.record_publish(self._meter, manifest)
@@ -183,6 +191,7 @@ class Recorder:
         self._account.learner(learner)
         to_metrics.record_efficiency(self._meter, self._account.lap(), self._account.run_total())
         self._meter.add("time/total_s", self._wall_s)
+        self._meter.collect(self.callbacks.log)
         metrics = self._meter.flush()
         version = step.report.version
         groups = [_batch_group(version - 1, kept) for kept in step.groups]
@@ -200,7 +209,7 @@ class Recorder:
         totals = to_metrics.finalized_totals((visit.outcome, report) for visit, report in finalized)
         if rerolls := _rerolls(finalized):
             self._meter.add("reroll/visits", rerolls)
-            totals["reroll/visits"] = rerolls
+            totals["reroll/visits"] = to_metrics.single("sum", rerolls)
         self.log.batch(version, version, [], [visit for visit, _ in finalized], accounted, failures, totals)
 
     def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:

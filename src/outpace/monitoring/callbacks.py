@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outpace.errors import ComponentFailed
+from outpace.monitoring.metric_table import MetricLog, collecting
 from outpace.monitoring.summary import Summary
 from outpace.types import GroupOrder, GroupReport, Version
 
@@ -53,11 +54,17 @@ class Callback:
     """Base class for callbacks. Override any `on_` method, as a plain function or a coroutine."""
 
     _request_stop: Callable[[], object] | None = None
+    _metric_log: MetricLog | None = None
 
     def stop(self) -> None:
         """End the run after the current step and save a checkpoint; `train()` returns the summary."""
         if self._request_stop is not None:
             self._request_stop()
+
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Report a value of a metric; it is in the record of the next step. May be called on any thread."""
+        if self._metric_log is not None:
+            self._metric_log.log_metric(name, value, weight)
 
     def on_run_start(self, info: Mapping[str, Any]) -> Any:
         """All components are up. `info` has at least `dir`, `steps`, `version` and `config`."""
@@ -112,8 +119,10 @@ class CallbackRunner:
     ) -> None:
         """`on_failure`, and `on_stop` after `Callback.stop()`, are called on the callback thread."""
         self._callbacks = list(callbacks)
+        self.log = MetricLog()
         for callback in self._callbacks:
             callback._request_stop = on_stop
+            callback._metric_log = self.log
         self._on_failure = on_failure
         self._errors = errors
         self._reported: Counter[str] = Counter()
@@ -159,7 +168,7 @@ class CallbackRunner:
                 if count > 1:
                     logger.error("callback %s raised %d exceptions in total", name, count)
         for callback in self._callbacks:
-            callback._request_stop = None
+            callback._request_stop = callback._metric_log = None
         self.check()
 
     async def _wait_for_thread(self, thread: threading.Thread, timeout_s: float) -> None:
@@ -180,7 +189,8 @@ class CallbackRunner:
     # ------------------------------------------------------------------------------------------ callback thread
 
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        with collecting(self.log):
+            asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,104 +1,41 @@
 """Step metrics: `Meter` aggregates values into one number per metric and step; the `record_` functions feed it.
 
-    component reports -> record_group, record_chunk, record_step, ... -> Meter.add -> Meter.flush -> metrics.jsonl
+    user code ─▶ log_metric ─▶ MetricLog ─┐
+    worker: rewards, episodes ─▶ Meter ───┴─▶ GroupReport.measured ─┐
+    other reports ─▶ record_step, record_chunk, … ──────────────────┴─▶ Meter of the step ─▶ flush ─▶ metrics.jsonl
 
 Invariants
-- The aggregation rule of a metric follows from its name. The tables below are the only place that defines it.
+- The aggregation rule of a metric is the declared one (`outpace.monitoring.metric_table`). Aggregates merge, so a rule
+  holds over attempts, groups, workers, chunks and starts of a run.
+- An undeclared metric is averaged, and reported once to `on_undeclared`. It is an error if the environment variable
+  OUTPACE_UNDECLARED_METRICS is `error`, as in the tests.
 - `flush` returns finite values only. Other values are dropped and counted in `faults/nan_metrics`.
 - A metric declared as a sum is present in every step, as 0 if nothing happened. Any other metric is present only if
   values were added: a mean over nothing has no value.
 - The learner's metrics of a whole step are exact and carry final names (`Meter.put`). Of a chunk, only counts are used,
   because they add up.
 
-To average a ratio of sums, add `value = numerator / denominator` with `weight = denominator`. No I/O, no clock.
+No I/O, no clock.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
 
 from outpace.monitoring.efficiency import Efficiency
-from outpace.types import ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
+from outpace.monitoring.metric_table import BUILT_IN, DECLARED, NAN_METRICS, MetricLog, find
+from outpace.types import Aggregate, ChunkReport, EngineStats, GroupReport, LoadReport, Manifest, StepReport
 
-Rule = Literal["sum", "mean", "std", "max", "last", "p95"]
+DEFAULT_RULE = "mean"
+UNDECLARED_METRICS = "OUTPACE_UNDECLARED_METRICS"
+"""Environment variable: with the value `error`, an undeclared metric raises `ValueError`."""
 
-NAN_METRICS = "faults/nan_metrics"
-
-RULES: dict[str, Rule] = {
-    "reward/mean": "mean",
-    "reward/std": "std",
-    "lag/mean": "mean",
-    "lag/p95": "p95",
-    "lag/max": "max",
-    "idle/learner_s": "sum",
-    "idle/engine_s": "sum",
-    "sync/publish_s": "sum",
-    "sync/pause_s": "sum",
-    "sync/load_s": "sum",
-    "sync/bytes": "sum",
-    "sync/loads": "sum",
-    "fleet/engines": "last",
-    "fleet/healthy": "last",
-    "fleet/limit": "last",
-    "fleet/retries": "last",
-    "completions/mixed_versions": "mean",
-    "waste/tokens": "sum",
-    "waste/fraction": "mean",
-    "waste/filtered_tokens": "sum",
-    "offpolicy/ess": "mean",
-    "offpolicy/kl": "mean",
-    "offpolicy/kl_engine": "mean",
-    "offpolicy/kl_staleness": "mean",
-    "offpolicy/masked": "mean",
-    "offpolicy/masked_positive": "mean",
-    "offpolicy/masked_negative": "mean",
-    "offpolicy/ratio_max": "max",
-    "loss/policy": "last",
-    "kl": "mean",
-    "loss/value": "mean",
-    "entropy": "mean",
-    "clip_ratio": "mean",
-    "clip_ratio_positive": "mean",
-    "clip_ratio_negative": "mean",
-    "grad_norm": "last",
-    "learning_rate": "last",
-    "governor/max_lag": "last",
-    "governor/lowered": "sum",
-    "governor/raised": "sum",
-    "difficulty/resting": "last",
-    "replay/groups": "sum",
-    "replay/filled": "sum",
-    "replay/lag_mean": "mean",
-    "reroll/visits": "sum",
-    "reroll/waiting": "last",
-    "reroll/dropped": "last",
-    "queue/running": "last",
-    "queue/finished": "last",
-    "queue/outstanding": "last",
-    "queue/waiting": "last",
-    "groups/finished": "sum",
-    "groups/filtered": "sum",
-    "groups/failed": "sum",
-    "groups/skipped": "sum",
-    "groups/seconds": "mean",
-    "completions/mean_length": "mean",
-    "completions/clipped_ratio": "mean",
-    "throughput/sampled_tokens": "sum",
-    "throughput/trained_tokens": "sum",
-    "throughput/sampled_tok_s": "last",
-    "throughput/trained_tok_s": "last",
-    "time/step_s": "last",
-    "time/wall_s": "last",
-    "time/total_s": "last",
-    "time/train_s": "sum",
-    "faults/failed_episodes": "sum",
-    "faults/skipped_steps": "sum",
-    NAN_METRICS: "sum",
-    "efficiency": "last",
-}
-"""The documented metrics."""
+MAX_VALUES = 16_384
+"""Values that a percentile keeps. Beyond that, neighboring values are joined."""
 
 RENAMED_METRICS = {
     "completion/mean_tokens": "completions/mean_length",
@@ -116,83 +53,68 @@ RENAMED_METRICS = {
 }
 """Metrics of outpace 0.1 that have a new name. `outpace migrate` renames them in `metrics.jsonl`."""
 
-PREFIX_RULES: tuple[tuple[str, Rule], ...] = (
-    ("faults/", "sum"),
-    ("offpolicy/ratio_", "mean"),  # histogram of importance ratios, as shares of tokens
-    ("queue/", "last"),
-    ("fleet/", "last"),
-    ("throughput/", "last"),
-    ("share/", "last"),
-)
-"""Rules for names not in RULES. Prefixes take precedence over suffixes."""
 
-SUFFIX_RULES: tuple[tuple[str, Rule], ...] = (
-    ("/max", "max"),
-    ("_max", "max"),
-    ("/p95", "p95"),
-    ("/std", "std"),
-    ("/mean", "mean"),
-    ("_s", "sum"),
-    ("/bytes", "sum"),
-    ("/count", "sum"),
-)
-
-DEFAULT_RULE: Rule = "mean"
+def single(rule: str, value: float, weight: float = 1.0) -> Aggregate:
+    """Return the aggregate of one value. For a ratio, `value` is the numerator and `weight` the denominator."""
+    match rule:
+        case "min" | "max" | "last":
+            return Aggregate(rule, value=value)
+        case "ratio":
+            return Aggregate(rule, weight=weight, total=value)
+        case "sum" | "mean" | "std":
+            return Aggregate(rule, weight=weight, total=value * weight)
+    return Aggregate(rule, values=[(value, weight)])
 
 
-def rule_of(name: str) -> Rule:
-    """Return the aggregation rule of a metric."""
-    if name in RULES:
-        return RULES[name]
-    for prefix, rule in PREFIX_RULES:
-        if name.startswith(prefix):
-            return rule
-    for suffix, rule in SUFFIX_RULES:
-        if name.endswith(suffix):
-            return rule
-    return DEFAULT_RULE
+def merge(into: Aggregate, other: Aggregate) -> None:
+    """Add the values of `other`, which has the same rule."""
+    match into.rule:
+        case "min":
+            into.value = min(into.value, other.value)
+        case "max":
+            into.value = max(into.value, other.value)
+        case "last":
+            into.value = other.value
+        case "sum" | "mean" | "std" | "ratio":
+            if into.rule == "std":
+                distance = other.total / other.weight - into.total / into.weight
+                share = into.weight * (other.weight / (into.weight + other.weight))
+                into.squares += other.squares + distance * distance * share
+            into.weight += other.weight
+            into.total += other.total
+        case _:
+            into.values += other.values
+            if len(into.values) > MAX_VALUES:
+                into.values = _thinned(into.values)
 
 
-class _Cell:
-    """Incremental aggregate of one metric in one step."""
+def result(aggregate: Aggregate) -> float | None:
+    """Return the number that the rule gives; None for a ratio without a denominator."""
+    match aggregate.rule:
+        case "min" | "max" | "last":
+            return aggregate.value
+        case "sum":
+            return aggregate.total
+        case "mean" | "ratio":
+            return aggregate.total / aggregate.weight if aggregate.weight else None
+        case "std":
+            return math.sqrt(max(aggregate.squares, 0.0) / aggregate.weight)
+    return percentile(_counts(aggregate.values), float(aggregate.rule[1:]) / 100)
 
-    __slots__ = ("histogram", "last", "mean", "rule", "squares", "top", "total", "weight")
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self.weight = 0.0
-        self.total = 0.0
-        self.mean = 0.0
-        self.squares = 0.0  # weighted sum of squared deviations from the mean
-        self.top = -math.inf
-        self.last = 0.0
-        self.histogram: dict[float, float] = {}
+def _thinned(values: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most half of `MAX_VALUES` different values: of neighbors, the larger one with the weight of all."""
+    counts = sorted(_counts(values).items())
+    step = math.ceil(2 * len(counts) / MAX_VALUES)
+    joined = (counts[first : first + step] for first in range(0, len(counts), step))
+    return [(each[-1][0], sum(weight for _, weight in each)) for each in joined]
 
-    def add(self, value: float, weight: float) -> None:
-        self.weight += weight
-        self.total += value * weight
-        deviation = value - self.mean
-        self.mean += deviation * (weight / self.weight)
-        self.squares += weight * deviation * (value - self.mean)
-        self.top = max(self.top, value)
-        self.last = value
-        if self.rule == "p95":
-            self.histogram[value] = self.histogram.get(value, 0.0) + weight
 
-    def result(self) -> float:
-        match self.rule:
-            case "sum":
-                return self.total
-            case "mean":
-                return self.mean
-            case "std":
-                return math.sqrt(max(self.squares, 0.0) / self.weight)
-            case "max":
-                return self.top
-            case "last":
-                return self.last
-            case "p95":
-                return percentile(self.histogram, 0.95)
+def _counts(values: Iterable[tuple[float, float]]) -> dict[float, float]:
+    counts: dict[float, float] = {}
+    for value, weight in values:
+        counts[value] = counts.get(value, 0.0) + weight
+    return counts
 
 
 def percentile(counts: Mapping[float, float] | Mapping[int, int], share: float) -> float:
@@ -207,32 +129,35 @@ def percentile(counts: Mapping[float, float] | Mapping[int, int], share: float) 
 
 
 class Meter:
-    """Aggregates the metrics of one step."""
+    """Aggregates the metrics of a group or a step."""
 
-    def __init__(self) -> None:
-        self._cells: dict[str, _Cell] = {}
+    def __init__(self, on_undeclared: Callable[[str], object] | None = None) -> None:
+        """`on_undeclared` is called once with the name of each undeclared metric."""
+        self._on_undeclared = on_undeclared
+        self._undeclared: set[str] = set()
+        self._aggregates: dict[str, Aggregate] = {}
         self._exact: dict[str, float] = {}
         self._dropped = 0
 
     def put(self, name: str, value: float) -> None:
         """Set the exact value for the step. It replaces anything added under this name."""
+        self._rule(name)
         if math.isfinite(value):
             self._exact[name] = float(value)
         else:
             self._dropped += 1
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Add a value. A weight of 0 adds nothing; a value or weight that is not finite is dropped and counted."""
+        """Add a value; for a ratio, a numerator and its denominator. A weight of 0 adds nothing, except to a ratio. A
+        value or weight that is not finite is dropped and counted."""
         if not (math.isfinite(value) and math.isfinite(weight)):
             self._dropped += 1
             return
         assert weight >= 0, f"{name}: weight {weight}"
-        if weight == 0:
-            return
-        cell = self._cells.get(name)
-        if cell is None:
-            cell = self._cells[name] = _Cell(rule_of(name))
-        cell.add(float(value), float(weight))
+        known = self._aggregates.get(name)
+        rule = self._rule(name) if known is None else known.rule
+        if weight or rule == "ratio":
+            self._merge(name, single(rule, float(value), float(weight)))
 
     def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Add a histogram (value -> count) as `name/mean`, `name/p95` and `name/max`."""
@@ -240,21 +165,64 @@ class Meter:
             for statistic in ("mean", "p95", "max"):
                 self.add(f"{name}/{statistic}", value, count)
 
+    def merge(self, measured: Mapping[str, Aggregate]) -> None:
+        """Add what another meter has taken. Values of a metric whose rule has changed since are dropped and counted."""
+        for name, aggregate in measured.items():
+            rule = self._rule(name, default=aggregate.rule)
+            if rule == aggregate.rule:
+                self._merge(name, aggregate)
+            else:
+                self._dropped += 1
+
+    def collect(self, log: MetricLog) -> None:
+        """Add what user code has reported, and take it out of the log."""
+        for name, value, weight in log.take():
+            self.add(name, value, weight)
+        self._dropped += log.dropped
+        log.dropped = 0
+
+    def take(self) -> dict[str, Aggregate]:
+        """Return the aggregates, without exact values, and reset."""
+        taken, self._aggregates = self._aggregates, {}
+        if self._dropped:
+            taken[NAN_METRICS] = single("sum", self._dropped)
+            self._dropped = 0
+        return taken
+
     def flush(self) -> dict[str, float]:
         """Return the metrics of the step, sorted by name, and reset."""
-        metrics = {name: 0.0 for name, rule in RULES.items() if rule == "sum"}
-        for name, cell in self._cells.items():
-            value = cell.result()
-            if math.isfinite(value):
+        sums = (metric for metric in (*BUILT_IN.values(), *DECLARED.values()) if metric.rule == "sum")
+        metrics = {metric.name: 0.0 for metric in sums if "<" not in metric.name}
+        for name, aggregate in self._aggregates.items():
+            value = result(aggregate)
+            if value is not None and math.isfinite(value):
                 metrics[name] = value
             else:  # a sum of finite values can overflow
-                self._dropped += 1
+                self._dropped += value is not None
         metrics |= self._exact
         metrics[NAN_METRICS] += self._dropped
-        self._cells.clear()
+        self._aggregates.clear()
         self._exact.clear()
         self._dropped = 0
         return dict(sorted((_derived(metrics) | metrics).items()))
+
+    def _merge(self, name: str, aggregate: Aggregate) -> None:
+        if (known := self._aggregates.get(name)) is not None:
+            merge(known, aggregate)
+        else:
+            self._aggregates[name] = msgspec.structs.replace(aggregate, values=list(aggregate.values))
+
+    def _rule(self, name: str, default: str = DEFAULT_RULE) -> str:
+        """Return the declared rule of a metric, or the default."""
+        if (declared := find(name)) is not None:
+            return declared.rule
+        if default == DEFAULT_RULE and name not in self._undeclared:
+            if os.environ.get(UNDECLARED_METRICS) == "error":
+                raise ValueError(f"metric {name} is not declared; add it to outpace.monitoring.metric_table")
+            self._undeclared.add(name)
+            if self._on_undeclared is not None:
+                self._on_undeclared(name)
+        return default
 
 
 def _derived(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -285,27 +253,22 @@ def record_group(meter: Meter, report: GroupReport) -> None:
     for reward in report.rewards:
         meter.add("reward/mean", reward)
         meter.add("reward/std", reward)
-    for function, reward in report.reward_parts.items():
-        meter.add(f"reward/{function}", reward, len(report.rewards))
     if report.episodes and not report.supplied:
-        meter.add("completions/mean_length", report.tokens_sampled / report.episodes, report.episodes)
+        meter.add("completions/mean_length", report.tokens_sampled, report.episodes)
     if report.episodes:
-        meter.add("completions/clipped_ratio", report.truncated / report.episodes, report.episodes)
-    for name, value in report.metrics.items():
-        meter.add(name if "/" in name else f"episode/{name}", value, max(report.episodes, 1))
+        meter.add("completions/clipped_ratio", report.truncated, report.episodes)
+    meter.merge(report.measured)
 
 
-def finalized_totals(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[str, float]:
-    """Return what these prompt visits (outcome and report) add to the sums of their step."""
+def finalized_totals(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[str, Aggregate]:
+    """Return what these prompt visits (outcome and report) add to the metrics of their step."""
     meter = Meter()
     for outcome, report in visits:
         if report is not None:
-            record_tokens(meter, report)
-            meter.add(f"groups/{report.outcome}", 1)
-            meter.add("faults/failed_episodes", report.failed_episodes)
+            record_group(meter, report)
         elif outcome == "skipped":
             meter.add("groups/skipped", 1)
-    return {name: value for name, value in meter.flush().items() if value}
+    return {name: each for name, each in meter.take().items() if math.isfinite(each.total + each.squares)}
 
 
 def record_discarded_group(meter: Meter, report: GroupReport) -> None:

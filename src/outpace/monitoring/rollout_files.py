@@ -123,6 +123,7 @@ class RecordedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: str = "stop"
     trajectories: list[RecordedTrajectory] = []
     task_prompt: str = ""  # set only if the attempt made no request to the policy
+    extra: dict[str, Any] = {}  # columns of `log_extra`
 
     @property
     def prompt(self) -> str:

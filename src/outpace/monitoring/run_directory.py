@@ -43,7 +43,7 @@ from outpace.errors import BadInput
 from outpace.monitoring import rollout_files
 from outpace.monitoring.line_file import LineFile, filter_lines, read_lines, write_atomically
 from outpace.monitoring.summary import Summary
-from outpace.types import Failure
+from outpace.types import Aggregate, Failure
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -287,7 +287,7 @@ class RunLog:
         settled: Iterable[UntrainedVisit] = (),
         accounted: int | None = None,
         failures: Iterable[Failure] = (),
-        totals: Mapping[str, float] | None = None,
+        totals: Mapping[str, Aggregate] | None = None,
     ) -> None:
         """Append a record to batches.jsonl: the groups this step trained, and the prompt visits finalized without
         training since the previous record.
@@ -297,7 +297,7 @@ class RunLog:
         record: dict[str, Any] = {"step": step, "version": version, "groups": msgspec.to_builtins(list(groups))}
         if accounted is not None:
             record |= {"settled": msgspec.to_builtins(list(settled)), "accounted": accounted}
-        record |= {"totals": dict(totals)} if totals else {}
+        record |= {"totals": msgspec.to_builtins(dict(totals))} if totals else {}
         self._lines["batches.jsonl"].append(record | _counted(failures))
 
     def evaluation(self, version: int, metrics: Mapping[str, float], failures: Iterable[Failure] = ()) -> None:
@@ -379,11 +379,15 @@ class PastRun:
         return read_lines(self.dir / "evals.jsonl")
 
     @property
-    def totals(self) -> Iterator[tuple[str, float]]:
+    def totals(self) -> Iterator[dict[str, Aggregate]]:
         """Metrics of visits finalized after the last step, which no record of metrics.jsonl contains yet."""
         for line in read_lines(self.dir / "batches.jsonl"):
             if line["step"] == self.step:
-                yield from line.get("totals", {}).items()
+                totals = msgspec.convert(line.get("totals", {}), dict[str, Aggregate | float])
+                yield {  # outpace 0.1 wrote plain sums
+                    name: Aggregate("sum", 1.0, total) if isinstance(total, float) else total
+                    for name, total in totals.items()
+                }
 
     @property
     def failures(self) -> Iterator[Failure]:

@@ -241,10 +241,21 @@ def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: b
 
 def table_rows(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a table, one per recorded attempt, all with the same keys. A reward is None where an attempt
-    does not have it, or where it is not finite."""
+    does not have it, or where it is not finite; so is a column of `log_extra` that it does not have."""
     attempts = _records(file)
     rewards = dict.fromkeys(name for attempt in attempts for name in attempt.get("rewards", {}))
-    return [_table_row(attempt, list(rewards)) for attempt in attempts]
+    rows = [_table_row(attempt, list(rewards)) for attempt in attempts]
+    for column in dict.fromkeys(name for attempt in attempts for name in attempt.get("extra", {})):
+        values = _same_type([attempt.get("extra", {}).get(column) for attempt in attempts])
+        for row, value in zip(rows, values, strict=True):
+            row.setdefault(column, value)
+    return rows
+
+
+def _same_type(values: list[Any]) -> list[Any]:
+    """Return a column as text if its values have different types: trackers refuse it otherwise."""
+    kinds = {float if type(value) is int else type(value) for value in values if value is not None}
+    return values if len(kinds) <= 1 else [None if value is None else str(value) for value in values]
 
 
 def _table_row(attempt: dict[str, Any], rewards: list[str]) -> dict[str, Any]:

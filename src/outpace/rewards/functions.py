@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from outpace.errors import BadInput, RewardFailed, one_line, plural, with_article
+from outpace.monitoring.metric_table import log_extra, log_metric
 from outpace.runtime import wire
 from outpace.runtime.by_value import decode_values, encode_values, pickle_objects
+from outpace.runtime.references import named_parameters
 from outpace.types import Episode, Task
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +46,14 @@ def call_evaluator(function: Callable[..., Any], arguments: dict[str, list[Any]]
     """Call an evaluator with arguments from `encode_evaluator_arguments`."""
     (task,), (episode,) = arguments["task"], arguments["episode"]
     return function(wire.decode(task, Task), wire.decode(episode, Episode))
+
+
+LOGGING: dict[str, Callable[..., None]] = {"log_metric": log_metric, "log_extra": log_extra}
+"""Arguments that TRL passes too, for functions that name them."""
+
+
+def logging_arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: LOGGING[name] for name in named_parameters(function, LOGGING)}
 
 
 Scores = list[float | None]

@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import msgspec
 
 from outpace.errors import RewardFailed
-from outpace.rewards.functions import Arguments, call_evaluator, check_scores, is_evaluator, unpack_arguments
+from outpace.monitoring.metric_table import Logged, MetricLog, PlainValue, collecting
+from outpace.rewards.functions import (
+    Arguments,
+    call_evaluator,
+    check_scores,
+    is_evaluator,
+    logging_arguments,
+    unpack_arguments,
+)
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.user_code_child import serve_user_code
 from outpace.runtime.wire import encodable_text
@@ -20,10 +28,18 @@ from outpace.runtime.wire import encodable_text
 SETTING = "rewards.functions"
 
 
-class ScoresRejected(msgspec.Struct):
+class ScoresRejected(msgspec.Struct, tag="rejected"):
     """The function returned an invalid value; the message names the value and the sample."""
 
     message: str
+
+
+class Scored(msgspec.Struct, tag="scored", omit_defaults=True):
+    """The scores, and what the function reported."""
+
+    scores: list[float | None]
+    logged: list[Logged] = []
+    extra: dict[str, list[PlainValue]] = {}
 
 
 class Grader(Protocol):
@@ -35,7 +51,7 @@ class Grader(Protocol):
 
     async def score(
         self, function: str, count: int, arguments: bytes, by_value: bool, first: int
-    ) -> list[float | None] | ScoresRejected:
+    ) -> Scored | ScoresRejected:
         """Call a function on `count` completions, starting at sample `first` of the group. `arguments` and `by_value`
         come from `pack_arguments`."""
         ...
@@ -50,19 +66,19 @@ class GraderServer:
     def load(self, function: str, reference: str, code: bytes) -> None:
         self._functions[function] = UserCodeSource(reference, code).load(SETTING)
 
-    def score(
-        self, function: str, count: int, arguments: bytes, by_value: bool, first: int
-    ) -> list[float | None] | ScoresRejected:
-        returned = _call(self._functions[function], unpack_arguments(arguments, by_value, count))
+    def score(self, function: str, count: int, arguments: bytes, by_value: bool, first: int) -> Scored | ScoresRejected:
+        with collecting(MetricLog(count)) as log:
+            returned = _call(self._functions[function], unpack_arguments(arguments, by_value, count))
         try:
-            return check_scores(function, returned, count, first)
+            return Scored(check_scores(function, returned, count, first), log.take(), log.extra)
         except RewardFailed as error:
             return ScoresRejected(encodable_text(str(error)))
 
 
 def _call(function: Any, arguments: Arguments) -> Any:
     single = is_evaluator(function)
-    returned = call_evaluator(function, arguments) if single else function(**arguments)
+    given = arguments | ({} if single else logging_arguments(function))
+    returned = call_evaluator(function, given) if single else function(**given)
     returned = _await_result(returned) if inspect.isawaitable(returned) else returned
     return [returned] if single else returned
 

@@ -34,8 +34,17 @@ import msgspec
 
 from outpace.config.sections import RewardsConfig
 from outpace.errors import BadInput, RewardFailed, one_line
+from outpace.monitoring.metric_table import forward_log
 from outpace.protocols import Reward
-from outpace.rewards.functions import Scores, check_scores, encode_evaluator_arguments, is_evaluator, pack_arguments
+from outpace.rewards.functions import (
+    LOGGING,
+    Scores,
+    check_scores,
+    encode_evaluator_arguments,
+    is_evaluator,
+    logging_arguments,
+    pack_arguments,
+)
 from outpace.rewards.grader_process import Grader, ScoresRejected
 from outpace.rewards.registry import has_own_timeout, is_async
 from outpace.runtime.async_tools import PerLoop, TimeLimitError, is_own_cancellation, run_in_thread, with_time_limit
@@ -78,12 +87,12 @@ class GraderProcess:
     ) -> Scores:
         """Call the function. Raises `RewardFailed`, `UserCodeError`, `UserCodeDied` or `TimeLimitError`."""
         body, by_value = pack_arguments(arguments)
-        scores = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
-        if isinstance(scores, ScoresRejected):
-            raise RewardFailed(scores.message)
-        if not _are_scores(scores, count):
+        reply = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
+        if isinstance(reply, ScoresRejected):
+            raise RewardFailed(reply.message)
+        if not _are_scores(reply.scores, count) or not forward_log(reply.logged, reply.extra):
             raise self._process.broken()
-        return scores
+        return reply.scores
 
     async def end(self, patience_s: float = 0.0) -> None:
         await self._process.end(patience_s)
@@ -244,7 +253,7 @@ async def _score(
 ) -> Scores:
     chosen = {key: arguments[key] for key in accepted_parameters(call.function, arguments)}
     chosen |= {key: on_request[key] for key in named_parameters(call.function, on_request)}
-    given = {key: list(values) for key, values in chosen.items()}
+    given = {key: list(values) for key, values in chosen.items() if key not in LOGGING}
     if call.process is not None:
         return await _in_process(call, call.process, lambda: given)
     return _checked(call, await _in_worker(call, partial(_call_with_copies, call.function, given)))
@@ -252,7 +261,8 @@ async def _score(
 
 def _call_with_copies(function: Reward, given: dict[str, list[Any]]) -> Any:
     """Call with copied arguments. The copying runs where the function runs: on a thread if it is synchronous."""
-    return function(**{key: list(map(_copy_containers, values)) for key, values in given.items()})
+    copied = {key: list(map(_copy_containers, values)) for key, values in given.items()}
+    return function(**copied, **logging_arguments(function))
 
 
 def _copy_containers(value: Any) -> Any:

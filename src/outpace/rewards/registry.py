@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, cast
 from outpace.config import Config
 from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
-from outpace.rewards.functions import is_evaluator
+from outpace.rewards.functions import LOGGING, is_evaluator
 from outpace.runtime.by_value import UserCodeSource, source_by_value
 from outpace.runtime.references import (
     BY_KEYWORD,
@@ -34,7 +34,7 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 SETTING = "rewards.functions"
 ALWAYS_PASSED = ("prompts", "completions")
-NOT_PASSED = frozenset({"trainer_state", "log_metric", "log_extra"})
+NOT_PASSED = frozenset({"trainer_state"})
 ON_REQUEST = ("completion_ids", "environments")
 """Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
 function that names them runs in the rollout worker's process."""
@@ -105,7 +105,7 @@ def check_rewards(
             raise BadInput(f"rewards.isolation: {name} must run in a process that can be killed; remove this setting")
         if config is not None and named_parameters(function, ("environments",)):
             _check_environments_available(name, config)
-        missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_PASSED, *ON_REQUEST}
+        missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_PASSED, *ON_REQUEST, *LOGGING}
         if missing & NOT_PASSED:
             raise BadInput(
                 f"{SETTING}: {name} requires TRL's {', '.join(sorted(missing & NOT_PASSED))}, which is not passed; "

@@ -26,6 +26,7 @@ from outpace.config import Config
 from outpace.errors import ComponentFailed, RequestFailed, one_line
 from outpace.models.chat import Schema, as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.monitoring.metric_table import current_log
 from outpace.protocols import Engine
 from outpace.rollouts.conversation import (
     Conversation,
@@ -79,6 +80,7 @@ class PolicyClient:
         self.min_version: Version = order.min_version
         self.environment: object | None = None
         self._gateway = gateway
+        self._log = current_log()
         self._sampler = TurnSampler(
             chat_format,
             config.model.system_prompt,
@@ -160,6 +162,10 @@ class PolicyClient:
 
     def turn_reward(self, value: float, request: str | Answer) -> None:
         self._sampler.transcript.turn_rewards[self._answered_id(request)] = _finite_reward(value)
+
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        if self._log is not None:
+            self._log.log_metric(name, value, weight)
 
     def trajectory(self) -> Trajectory:
         """Return the conversation of `sample` so far."""

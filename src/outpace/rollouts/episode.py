@@ -27,6 +27,7 @@ import numpy as np
 
 from outpace.algorithms.token_advantages import trajectory_problem, turn_numbers
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
+from outpace.monitoring.metric_table import check_name, full_name
 from outpace.protocols import ModelClient, Rollout
 from outpace.runtime import async_tools
 from outpace.types import Episode, Message, Task, Trajectory, Version
@@ -190,10 +191,17 @@ def _client_metrics(client: PolicyClient) -> dict[str, float]:
 
 
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
-    """Return the episode, or a failed one if its rewards or trajectories are not valid for training."""
+    """Return the episode, or a failed one if its rewards, metrics or trajectories are not valid."""
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
         if not isinstance(reward, Real) or not math.isfinite(reward):
             return failed_episode(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
+    for name, value in episode.metrics.items():
+        try:
+            check_name(full_name(name))
+        except BadInput as error:
+            return failed_episode(client, str(error))
+        if not isinstance(value, Real):
+            return failed_episode(client, f"the rollout's metric {name} is {one_line(repr(value), 60)}, not a number")
     if unused := client.silent_roles:
         active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
         reason = f"a reward was set for the role {unused[0]!r}, which has no answers; roles with answers: {active}"

@@ -24,10 +24,13 @@ from outpace.algorithms.token_advantages import AdvantageSettings, compared_retu
 from outpace.config.algorithm import FilterConfig
 from outpace.errors import clip, plural
 from outpace.models.chat import as_text
+from outpace.monitoring.metric_table import MetricLog, full_name
+from outpace.monitoring.metrics import Meter
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import total_return
 from outpace.types import (
     OBSERVED,
+    Aggregate,
     Episode,
     EpisodeView,
     Failure,
@@ -181,11 +184,30 @@ def build_report(
         newest=newest,
         truncated=sum(episode.stop in TRUNCATED_STOPS for episode in succeeded),
         seconds=seconds,
-        metrics=_means([{**episode.metrics, SWAPPED: _swapped_fraction(episode)} for episode in succeeded]),
         views=_views(order, task, episodes, verdict, newest, decode),
         traceback=next((episode.traceback for episode in episodes if episode.traceback), ""),
         failures=_failures(episodes),
     )
+
+
+def measure(episodes: list[Episode], log: MetricLog, is_solved: Callable[[float], bool]) -> dict[str, Aggregate]:
+    """Return the metrics of a group: what was reported in `log`, and what its successful episodes give.
+    `is_solved` says whether an episode with a return has solved the task."""
+    meter = Meter()
+    meter.collect(log)
+    succeeded = [episode for episode in episodes if episode.error is None]
+    for episode in succeeded:
+        for name, value in episode.metrics.items():
+            meter.add(full_name(name), value)
+        for function, reward in _parts(episode).items():
+            meter.add(f"reward/{function}", reward)
+            meter.add(f"reward/{function}/std", reward)
+        meter.add(SWAPPED, _swapped_fraction(episode))
+    if succeeded:
+        solved = [is_solved(total_return(episode)) for episode in succeeded]
+        meter.add("groups/solve_all", all(solved))
+        meter.add("groups/solve_none", not any(solved))
+    return meter.take()
 
 
 def _failures(episodes: list[Episode]) -> list[Failure]:

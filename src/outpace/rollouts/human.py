@@ -123,6 +123,9 @@ class HumanClient:
     def observe(self, text: str) -> None:
         self._person.show(text)
 
+    def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Nothing collects metrics of an episode that a person plays."""
+
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
         text = prompt if isinstance(prompt, str) else f"[{plural(len(prompt), 'token')}]"
         return await self.chat([{"role": "text", "content": text}], role=role, **overrides)

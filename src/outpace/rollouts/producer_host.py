@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from outpace.config import Config
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput, one_line
 from outpace.models.chat_format import ChatFormat
+from outpace.monitoring.metric_table import collecting
+from outpace.monitoring.metrics import Meter
 from outpace.protocols import Learner
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import has_reward
@@ -38,7 +41,7 @@ from outpace.runtime.references import accepted_parameters
 from outpace.tasks.produced import tasks_of
 from outpace.tasks.producers import AsyncDataProducer, call_produce
 from outpace.tasks.stream import Round, StreamedTasks
-from outpace.types import Answer, FleetMember, Floats, GroupOrder, Message, Task, Version
+from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, Message, Task, Version
 
 PRODUCER_DRAWS = 1 << 41
 """Draw numbers from here on seed what producers sample, one per round; those of visits are lower."""
@@ -180,17 +183,25 @@ class ProducerHost:
         if hasattr(producer, "set_trainer"):
             producer.set_trainer(ProducerTrainer(model, tokenizer, config))
 
-    async def produce(self, number: int, step: Version) -> None:
+    async def produce(self, number: int, step: Version) -> dict[str, Aggregate]:
         await asyncio.to_thread(len, self._tasks)  # reads what is on disk
         if number < self._tasks.rounds:
-            return
+            return {}
         assert number == self._tasks.rounds, f"round {number} was asked for before round {self._tasks.rounds}"
-        made, error = await run_in_thread(partial(self._make_round, number, step))
+        started = time.monotonic()
+        with collecting() as reported:
+            made, error = await run_in_thread(partial(self._make_round, number, step))
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise error
         if error is not None:  # neither may pass through a task
             raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
         await asyncio.to_thread(self._tasks.append_round, *made)  # not on the user's thread, which a run may abandon
+        reported.add("producer/rounds", 1)
+        reported.add("producer/rows", made[0].count)
+        reported.add("producer/seconds", time.monotonic() - started)
+        meter = Meter()
+        meter.collect(reported)
+        return meter.take()
 
     async def fleet(self, members: list[FleetMember]) -> None:
         await self._model.update(members)

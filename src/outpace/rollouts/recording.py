@@ -22,6 +22,7 @@ import numpy as np
 from outpace.checkpoint import journal
 from outpace.errors import CorruptData
 from outpace.models.chat import as_text
+from outpace.monitoring.metric_table import plain_value
 from outpace.monitoring.rollout_files import (
     AttemptOutcome,
     RecordedAttempt,
@@ -54,6 +55,7 @@ def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[R
                 error=episode.error,
                 untrained=[] if is_trained else [row_of(trajectory) for trajectory in episode.trajectories],
                 prompt="" if episode.trajectories else as_text(task.prompt),
+                extra={column: plain_value(value) for column, value in episode.extra.items()},
             )
         )
     return records
@@ -116,6 +118,7 @@ class RolloutRecorder:
                 stop=attempt.stop,
                 trajectories=[self._trajectory(row) for row in rows],
                 task_prompt=attempt.prompt,
+                extra=attempt.extra,
             )
 
     def _trajectory(self, row: Row) -> RecordedTrajectory:

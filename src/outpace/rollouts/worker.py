@@ -20,7 +20,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,7 @@ from outpace.engines.fleet import EngineFleet
 from outpace.errors import RewardFailed
 from outpace.models.chat import as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.monitoring.metric_table import MetricLog, collecting, current_log
 from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grading import GradedCompletion, GraderPool, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
@@ -51,6 +52,7 @@ from outpace.rollouts.group_scoring import (
     after_prompt,
     build_report,
     count_sampled_tokens,
+    measure,
     score_group,
 )
 from outpace.rollouts.recording import RolloutRecorder, attempt_records
@@ -147,9 +149,12 @@ class RolloutWorker:
     async def run(self, order: GroupOrder) -> GroupReport:
         diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
         turns = RecordedTurns(None if order.heldout else self._turns, order)
-        clients = self._clients(order, turns)
-        making = self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns)
-        work = asyncio.create_task(making)
+        with collecting() as reported:  # for everything that this task runs
+            clients = self._clients(order, turns)
+            making = (
+                self._evaluate(order, clients) if order.heldout else self._make_group(order, clients, turns, reported)
+            )
+            work = asyncio.create_task(making)
         self._running[work] = order, turns
         try:
             return await work
@@ -221,7 +226,9 @@ class RolloutWorker:
                 ending.push_async_callback(asyncio.to_thread, self._turns.close)
             ending.push_async_callback(agent_process.wait_until_ended)
 
-    async def _make_group(self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns) -> GroupReport:
+    async def _make_group(
+        self, order: GroupOrder, clients: list[PolicyClient], turns: RecordedTurns, reported: MetricLog
+    ) -> GroupReport:
         started = time.monotonic()
         task = await asyncio.to_thread(self._train.__getitem__, order.task)
         supplied = bool(task.episodes)
@@ -238,8 +245,10 @@ class RolloutWorker:
         verdict = await asyncio.to_thread(score_group, episodes, self._scoring)  # may call a custom estimator
         diagnostics.crash_point("worker.closed")
         report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
-        metrics = {**report.metrics, REUSED: float(turns.reused)} if turns.reused else report.metrics
-        report = msgspec.structs.replace(report, metrics=metrics, supplied=supplied)
+        if turns.reused:
+            reported.add(REUSED, turns.reused)
+        measured = measure(episodes, reported, self._config.eval.is_solved)
+        report = msgspec.structs.replace(report, measured=measured, supplied=supplied)
         record = self._record(order, task, episodes, verdict)
         if verdict.outcome == "finished":
             kept = FinishedGroup(order, msgspec.structs.replace(report, views=[]))
@@ -294,7 +303,7 @@ class RolloutWorker:
 
     async def _episodes(self, rollout: Rollout, task: Task, clients: list[PolicyClient]) -> list[Episode]:
         limit = self._config.rollout.timeout_s
-        return await gather_or_cancel(*(run_episode(rollout, task, client, limit) for client in clients))
+        return await gather_or_cancel(*(_timed(run_episode(rollout, task, client, limit)) for client in clients))
 
     async def _rewarded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade the episodes and shape their rewards."""
@@ -306,6 +315,8 @@ class RolloutWorker:
         ended = [episode for episode in episodes if episode.error is None]
         if not ended:
             return episodes
+        reported = current_log() or MetricLog()
+        reported.completions = len(ended)
         try:
             grades = await grade(
                 self._rewards.functions,
@@ -326,8 +337,9 @@ class RolloutWorker:
             return [
                 episode if episode.error else _ungraded(episode, str(error), trace, failure) for episode in episodes
             ]
-        grades_left = iter(grades)
-        return [episode if episode.error else self._with_reward(episode, next(grades_left)) for episode in episodes]
+        extras = ({column: values[index] for column, values in reported.extra.items()} for index in range(len(ended)))
+        graded = zip(grades, extras, strict=True)
+        return [episode if episode.error else self._with_reward(episode, *next(graded)) for episode in episodes]
 
     def _requested_values(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
         """Return the arguments passed only to reward functions that declare them, for episodes that did not fail."""
@@ -341,7 +353,7 @@ class RolloutWorker:
             given["environments"] = [client.environment for _, client in ended]
         return given
 
-    def _with_reward(self, episode: Episode, graded: GradedCompletion) -> Episode:
+    def _with_reward(self, episode: Episode, graded: GradedCompletion, extra: dict[str, Any]) -> Episode:
         own = episode.rewards
         if not own and (episode.reward or not self._rewards.functions):
             own = {"rollout": episode.reward}
@@ -349,7 +361,17 @@ class RolloutWorker:
             reason = "no reward function applies"
             return _ungraded(episode, reason, "", Failure("rewards", reason))
         total = sum(own.values()) + (graded.total or 0.0)
-        return msgspec.structs.replace(episode, reward=total, rewards={**own, **graded.parts})
+        rewards, columns = {**own, **graded.parts}, {**episode.extra, **extra}
+        return msgspec.structs.replace(episode, reward=total, rewards=rewards, extra=columns)
+
+
+async def _timed(episode: Coroutine[Any, Any, Episode]) -> Episode:
+    started = time.monotonic()
+    ended = await episode
+    if (reported := current_log()) is not None:
+        for statistic in ("p50", "p95", "max"):
+            reported.add(f"episode/seconds/{statistic}", time.monotonic() - started)
+    return ended
 
 
 def _ungraded(episode: Episode, reason: str, trace: str, failure: Failure) -> Episode:

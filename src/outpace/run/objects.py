@@ -1,4 +1,4 @@
-"""User objects of a run: functions, classes and tasks that were passed or registered in Python.
+"""User objects of a run: functions, classes, tasks and metrics that were passed or registered in Python.
 
 A run started from Python records them in its run directory so that `outpace eval` can find them again (`SavedObjects`):
 
@@ -7,8 +7,9 @@ A run started from Python records them in its run directory so that `outpace eva
 
 Nothing is pickled. A lambda, a local function or a class from a notebook has no reference; the error names it.
 
-Child processes get the functions that a script registered by name: `registered_for_worker` and `registered_for_learner`
-collect them in the caller, and `Registered.install` registers them in the child.
+Child processes get the functions that a script registered by name, and the metrics that it declared:
+`registered_for_worker` and `registered_for_learner` collect them in the caller, and `Registered.install` registers them
+in the child.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from outpace.config import Config
 from outpace.config.defaults import get_value
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.line_file import read_lines, write_atomically
+from outpace.monitoring.metric_table import DECLARED, Metric
 from outpace.protocols import Reward, TaskSource
 from outpace.rewards import registry as rewards
 from outpace.runtime.references import FILE_MODULE, absolute_reference, load_function
@@ -167,6 +169,7 @@ class Registered:
     tasks: dict[str, tasks.TaskFactory] = field(default_factory=dict)
     rewards: dict[str, Reward] = field(default_factory=dict)
     algorithms: dict[str, Registration] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
     def install(self) -> None:
         """Register the functions in this process."""
@@ -176,6 +179,7 @@ class Registered:
             rewards.register(name)(function)
         for key, registration in self.algorithms.items():
             ALGORITHMS[key].own[registration.name] = registration
+        DECLARED.update(self.metrics)
 
 
 def registered_for_worker(config: Config) -> Registered | None:
@@ -186,6 +190,7 @@ def registered_for_worker(config: Config) -> Registered | None:
             tasks={name: own[name] for name in own if name in used},
             rewards={name: rewards.REGISTERED[name] for name in config.rewards.functions if name in rewards.REGISTERED},
             algorithms=_algorithms(config, (ADVANTAGES.setting,)),
+            metrics=dict(DECLARED),
         )
     )
 
@@ -201,4 +206,4 @@ def _algorithms(config: Config, keys: tuple[str, ...]) -> dict[str, Registration
 
 
 def _unless_empty(registered: Registered) -> Registered | None:
-    return registered if registered.tasks or registered.rewards or registered.algorithms else None
+    return None if registered == Registered() else registered

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 from outpace.config.sections import ToolsConfig
 from outpace.errors import BadInput
+from outpace.monitoring.metric_table import collecting
 from outpace.rollouts.environments.session import (
     EnvironmentDied,
     EnvironmentFailed,
@@ -72,10 +73,12 @@ async def test_a_session_runs_an_episode_from_reset_to_reward(make_sessions: Mak
     assert list(session.tools) == ["guess", "state"]
     assert session.tools["guess"]["function"]["parameters"]["required"] == ["number"]
     assert await session.reset(reset_columns(task(secret=7, colour="red"))) == " It is below ten, says 'Find it.'."
-    assert await session.call("guess", {"number": 3}) == "wrong"
-    assert await session.reward() == 0.0
-    assert await session.call("guess", {"number": "7"}) == "right"
-    assert await session.reward() == 1.0
+    with collecting() as log:
+        assert await session.call("guess", {"number": 3}) == "wrong"
+        assert await session.reward() == 0.0
+        assert await session.call("guess", {"number": "7"}) == "right"
+        assert await session.reward() == 1.0
+    assert log.take() == [("guess/number", 3, 1), ("guess/number", 7, 1)], "reported with outpace.log_metric"
     await session.close()
     await session.close()
 
@@ -100,7 +103,10 @@ async def test_async_methods_share_one_loop_that_keeps_running_between_calls(mak
 async def test_get_reward_can_be_async_and_tools_are_optional(make_sessions: MakeSessions) -> None:
     session = await make_sessions("AsyncJudge").open(task())
     assert await session.reset({"note": "hello"}) == "hello!"
-    assert (dict(session.tools), await session.reward()) == ({}, 0.5)
+    for note in range(2):
+        with collecting() as log:
+            assert (dict(session.tools), await session.reward()) == ({}, 0.5)
+        assert log.take() == [("judge/notes", 1, 1)], note
     await session.close()
 
 

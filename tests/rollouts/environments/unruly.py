@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import outpace
 from outpace.rollouts.tools.functions import ToolError
 
 
@@ -35,6 +36,7 @@ class Guessing:
             number: Your guess.
         """
         self.guesses.append(number)
+        outpace.log_metric("guess/number", number)
         if number < 0:
             raise ValueError("numbers are\nnot negative")
         return "right" if number == self.secret else "wrong"
@@ -91,6 +93,7 @@ class AsyncJudge:
 
     async def get_reward(self) -> float:
         await asyncio.sleep(0)
+        outpace.log_metric("judge/notes", 1)
         return 0.5
 
 

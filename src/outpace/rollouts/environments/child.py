@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from outpace.errors import BadInput, one_line, with_article
+from outpace.monitoring.metric_table import Logged, collecting
 from outpace.rollouts.tools.functions import Tool, ToolError, result_text, tools_of
 from outpace.runtime.by_value import UserCodeSource, decode_values, encode_plain
 from outpace.runtime.references import accepted_parameters
@@ -105,8 +107,11 @@ class InstanceMade(msgspec.Struct):
     judges: bool
 
 
-class CallReturned(msgspec.Struct, tag="returned"):
+class CallReturned(msgspec.Struct, tag="returned", omit_defaults=True):
+    """`logged`: metrics that the method reported."""
+
     value: Any
+    logged: list[Logged] = []
 
 
 class CallRejected(msgspec.Struct, tag="rejected"):
@@ -186,9 +191,10 @@ class EnvironmentServer:
             call = prepare(self._instance)
         except ToolError as error:
             return CallRejected(encodable_text(str(error)))
-        returned = self._run(call.method, **call.arguments)
+        with collecting() as log:
+            returned = self._run(call.method, **call.arguments)
         try:
-            return _encodable(name, call.convert(returned))
+            return _encodable(name, call.convert(returned), log.take())
         except UnusableResult as error:
             return CallRejected(encodable_text(str(error)))
 
@@ -198,7 +204,7 @@ class EnvironmentServer:
             return returned
         if self._runner is None:
             self._runner = asyncio.Runner()
-        return self._runner.run(_await_result(returned))
+        return self._runner.run(_await_result(returned), context=copy_context())  # with the log of this call
 
 
 async def _await_result(returned: Any) -> Any:
@@ -215,7 +221,7 @@ async def _wait_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _encodable(name: str, value: Any) -> CallResult:
+def _encodable(name: str, value: Any, logged: list[Logged]) -> CallResult:
     """Return the result of a method, as text if msgpack cannot encode it."""
     body = encode_plain(value)
     if body is None:
@@ -223,7 +229,7 @@ def _encodable(name: str, value: Any) -> CallResult:
         body = value.encode()
     if len(body) > MAX_RESULT:
         return CallRejected(f"{name} returned {len(body)} bytes; the limit is {MAX_RESULT}")
-    return CallReturned(value)
+    return CallReturned(value, logged)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 
 from outpace.errors import BadInput
 from outpace.models.chat import Schema
+from outpace.monitoring.metric_table import forward_log
 from outpace.rollouts.environments.child import (
     MAX_RESULT,
     CallRejected,
@@ -191,6 +192,7 @@ class ProcessEnvironmentHost(EnvironmentHost):
         result = await self._call(lambda environment: environment.call(name, body, by_value), timeout_s)
         if isinstance(result, CallRejected):
             raise ToolError(result.message)
+        forward_log(result.logged)
         return result.value
 
     async def reward(self, timeout_s: float) -> float:
@@ -229,6 +231,7 @@ class ProcessEnvironmentHost(EnvironmentHost):
 def _value(result: CallResult) -> Any:
     if isinstance(result, CallRejected):
         raise UnusableResult(result.message)
+    forward_log(result.logged)
     return result.value
 
 
