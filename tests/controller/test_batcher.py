@@ -205,6 +205,7 @@ def test_places_that_the_next_batch_cannot_fill_are_given_up() -> None:
     batch.allow_filled(1)
     batch.fill()
     assert (batch.filled, batch.outstanding) == ([3], 1), "the one that is due first is kept"
+    assert (batch.undecided, batch.finished) == (False, 0)
 
 
 def test_in_order_a_place_is_filled_or_given_up_when_its_turn_comes() -> None:

@@ -250,6 +250,7 @@ def test_in_deterministic_mode_rerolls_depend_on_the_batch_of_their_group_and_no
         end(subject, position, best=0.0)
     subject.batch_trained(1, last_group=3)
     assert due(subject, 4) == [2 + REROLL, 3 + REROLL], "of groups 0 to 3, two had to be dropped"
+    assert subject.waiting == 2
     subject.batch_trained(5, last_group=5)
     assert due(subject, 4) == []
     assert due(subject, 5) == [4 + REROLL, 5 + REROLL]

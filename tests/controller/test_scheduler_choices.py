@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from controller.scripted import SMALL, Script, groups, started
-from controller.simulated import PLAIN, Simulation, Trace, make_scheduler, resume, steady
+from controller.simulated import PLAIN, Simulation, Trace, make_scheduler, random_outcomes, resume, steady
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
@@ -246,6 +246,11 @@ def test_the_replay_pool_survives_a_resume() -> None:
     assert first.batches[1].replayed
     again = Simulation(resume(settings, first.checkpoints[0]), steady(), reward_rule=lambda _: (0.5, 0.5)).run()
     assert again.batches[0].replayed == first.batches[1].replayed != ()
+    fill = replace(settings, replay=REPLAY.model_copy(update={"mode": "fill"}))
+    filled = Simulation(
+        resume(fill, first.checkpoints[0]), steady(), random_outcomes(1, filtered=0.5, failed=0.0)
+    ).run()
+    assert filled.batches[0].replayed
 
 
 def test_a_replayed_group_takes_the_place_of_a_filtered_one_and_further_ones_are_replaced_by_tasks() -> None:
