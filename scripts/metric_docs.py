@@ -67,7 +67,7 @@ averaged, and a line on the console says so. The names above are refused, except
 |---|---|
 | a reward function | its argument `log_metric`, as in TRL, as often as you like |
 | a rollout | `client.log_metric(name, value)`, or `metrics` of the `Episode` that it returns |
-| an environment, a tool, an evaluator, a data producer | `outpace.log_metric(name, value)`, also in a process of its own |
+| an environment, a tool, an evaluator, a data producer | `outpace.log_metric(name, value)`, also in its own process |
 | a callback | `self.log_metric(name, value)` |
 
 All take a third argument, the weight of the value. For the rule `ratio` the value is the numerator and the weight the

@@ -146,7 +146,8 @@ async def test_rules_hold_over_three_workers_four_chunks_and_a_resume(tmp_path: 
     ]
     recorder.callbacks.log.log_metric("env/callback", 4)
     recorder.callbacks.log.log_metric("env/callback", 3)
-    scheduler = SimpleNamespace(running=0, finished=0, max_lag=2, resting=0)
+    replay, rerolls = SimpleNamespace(fills=False), SimpleNamespace(waiting=0, dropped=0)
+    scheduler = SimpleNamespace(running=0, finished=0, max_lag=2, resting=0, replay=replay, rerolls=rerolls)
     recorder.step_done(
         TrainedStep(StepReport(2, 0.5, 20, 1.0, 1e-3), chunks, groups, []),
         {}, LearnerStats(2, 0.0, 0.0, 20, 1, 1), cast(Scheduler, scheduler), [], accounted=4,
