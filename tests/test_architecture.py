@@ -47,6 +47,7 @@ NO_TORCH = (
     "outpace.rollouts.environments.child",
     "outpace.rollouts.worker",
     "outpace.runtime.child",
+    "outpace.tasks.produced",
     "outpace.tasks.registry",
 )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -259,12 +257,6 @@ def test_a_rollout_dataset_with_unequal_sizes_is_rejected() -> None:
         outpace.RolloutDataset({"rate": 0.1})
 
 
-def test_the_producer_classes_do_not_import_torch() -> None:
-    steps = "import sys, outpace; outpace.AsyncDataProducer, outpace.DataProducerCallback, outpace.ProducerConfig"
-    done = subprocess.run([sys.executable, "-c", f"{steps}; sys.exit('torch' in sys.modules)"], check=False)
-    assert done.returncode == 0
-
-
 # --------------------------------------------------------------------------------------------------- rows with prompts
 
 
@@ -440,8 +432,8 @@ def test_absent_versions_are_those_of_the_policy_and_that_is_said_once(caplog: p
         ({"logprobs": -0.5}, ("logprobs",)),
         ({"logprobs": ["a"] * 5}, ("logprobs",)),
         ({"completion_mask": [1, 1]}, ("completion_mask", "2")),
-        ({"completion_mask": [0] * 5}, ("completion_ids", "empty")),
-        ({"completion_ids": [], "completion_mask": None}, ("completion_ids", "empty")),
+        ({"completion_mask": [0] * 5}, ("completion_ids", "mask")),
+        ({"completion_ids": [], "completion_mask": None}, ("completion_ids",)),
         ({"completion_ids": [5.5, 6.0, 7.0, 8.0, 0.0]}, ("completion_ids", "float64")),
         ({"completion_ids": [[5, 6]]}, ("completion_ids", "2-dimensional")),
         ({"completion_ids": [[5, 6], [7]]}, ("completion_ids",)),
@@ -449,7 +441,7 @@ def test_absent_versions_are_those_of_the_policy_and_that_is_said_once(caplog: p
         ({"completion_ids": [5, 2**40, 7, 8, 0]}, ("completion_ids", str(2**40))),
         ({"tool_mask": [0] * 5}, ("tool_mask",)),
         ({"prompt_ids": None, "prompt_mask": None}, ("prompt_ids",)),
-        ({"prompt_mask": [0, 0, 0]}, ("prompt_ids", "empty")),
+        ({"prompt_mask": [0, 0, 0]}, ("prompt_ids", "mask")),
         ({"prompt_mask": [1]}, ("prompt_mask",)),
         ({"versions": [3, 0]}, ("versions", "2")),
         ({"versions": [3.5, 0, 4, 4, 4]}, ("versions", "float64")),
@@ -483,6 +475,14 @@ def episode(**changes: Any) -> Episode:
     return Episode([Trajectory(**(columns | changes))], "hi", {"r": 0.1}, 0.1)
 
 
+def test_given_episodes_get_the_dtypes_of_sampled_ones_and_need_no_prompt() -> None:
+    wide = episode(tokens=np.array([1, 5, 6]), logprobs=np.array([0.0, -0.5, -0.1], np.float64))
+    (task,) = tasks_of([Task("t", "", {}, [wide])], 0, 3)
+    assert task.prompt == ""
+    assert arrays(task.episodes[0].trajectories[0]) == arrays(episode().trajectories[0])
+    assert tasks_of([task], 1, 3) == [task]
+
+
 @pytest.mark.parametrize("as_task", [True, False])
 def test_episodes_can_be_given_as_they_are(as_task: bool) -> None:
     given = [episode(), episode()]
@@ -502,6 +502,7 @@ def test_episodes_can_be_given_as_they_are(as_task: bool) -> None:
         ([Episode([])], ("episodes", "trajectories")),
         ([episode(logprobs=np.array([0.0, np.nan, 0.0], np.float32))], ("logprob",)),
         ([episode(versions=np.array([-1, 4, 4], np.int32))], ("versions", "4")),
+        ([episode(tokens=np.array([1.0, 2.0, 3.0]))], ("tokens", "float64")),
         ([Episode(episode().trajectories, rewards={"r": float("nan")})], ("r", "nan")),
     ],
 )

@@ -49,7 +49,8 @@ LOGPROB_COLUMNS = ("logprobs", "sampling_per_token_logps")
 ROLLOUT_COLUMNS = {
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", *LOGPROB_COLUMNS, "versions"),
     *("reward", "rewards", "completion", "stop", "group"),
-    *("advantages", "old_per_token_logps", "ref_per_token_logps", "num_items_in_batch"),  # the learner computes these
+    # what the learner computes itself
+    *("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "num_items_in_batch"),
 }
 """Columns of finished attempts that do not become columns of the task."""
 
@@ -96,7 +97,7 @@ class _Row:
             raise self.bad(f"has completion_ids but no {column}")
         kept = ids if mask is None else ids[mask]
         if not len(kept):
-            raise self.bad(f"has empty {column}")
+            raise self.bad(f"has no {column}" + " that its mask includes" * bool(len(ids)))
         if kept.min() < 0 or kept.max() > np.iinfo(np.int32).max:
             raise self.bad(f"has the token id {kept.min() if kept.min() < 0 else kept.max()} in {column}")
         return kept.astype(np.int32)
@@ -132,7 +133,10 @@ def tasks_of(dataset: object, round: int, version: Version) -> list[Task]:
             items[row.number] = _Item(row.number, _task_row(row))
     found = list(items.values())
     source = Dataset(
-        [{"prompt": UNKNOWN_PROMPT} | item.row if item.episodes else item.row for item in found],
+        [
+            item.row | {"prompt": UNKNOWN_PROMPT} if item.episodes and not item.row.get("prompt") else item.row
+            for item in found
+        ],
         name=f"round-{round}",
         duplicate_ids="number",
         setting=SETTING,
@@ -140,7 +144,7 @@ def tasks_of(dataset: object, round: int, version: Version) -> list[Task]:
         source=f"round {round}",
     )
     return [
-        msgspec.structs.replace(source[index], prompt=item.row.get("prompt", ""), episodes=item.episodes)
+        msgspec.structs.replace(source[index], prompt=item.row.get("prompt") or "", episodes=item.episodes)
         for index, item in enumerate(found)
     ]
 
@@ -286,18 +290,25 @@ def _given_episodes(row: _Row, version: Version) -> list[Episode]:
         for values in (episode.rewards, episode.metrics, {"reward": episode.reward}):
             for name, value in values.items():
                 row.number_of(name, value)
-        for trajectory in episode.trajectories:
-            _checked(row, trajectory, version)
-    return list(given)
+    return [
+        msgspec.structs.replace(episode, trajectories=[_checked(row, kept, version) for kept in episode.trajectories])
+        for episode in given
+    ]
 
 
 def _checked(row: _Row, trajectory: Trajectory, version: Version) -> Trajectory:
+    """Return the trajectory with the dtypes of a sampled one."""
     if problem := trajectory_problem(trajectory):
         raise row.bad(f"cannot be trained on: {problem}")
     newest = int(trajectory.versions[trajectory.mask].max(initial=OBSERVED))
     if newest > version:
         raise row.bad(f"has the version {newest} in versions, newer than the policy, which has version {version}")
-    return trajectory
+    arrays = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "turn_rewards": np.float32}
+    for name, dtype in arrays.items():
+        if not np.can_cast(getattr(trajectory, name).dtype, dtype, "same_kind"):
+            raise row.bad(f"has {name} of type {getattr(trajectory, name).dtype}")
+    cast = {name: getattr(trajectory, name).astype(dtype, copy=False) for name, dtype in arrays.items()}
+    return msgspec.structs.replace(trajectory, **cast)
 
 
 # ------------------------------------------------------------------------------------------------------------ values
