@@ -57,7 +57,14 @@ def rows(*prompts: str) -> list[dict[str, str]]:
 def make_host(tmp_path: Path, tokenizer: Any) -> MakeHost:
     """A host that journals in `tmp_path`. Its engine gives these answers, its learner these logprobs."""
 
-    def make(producer: Any, engine: Any = None, learner: Any = None, module: Any = None, **settings: Any) -> Any:
+    def make(
+        producer: Any,
+        engine: Any = None,
+        learner: Any = None,
+        module: Any = None,
+        graded: bool = True,
+        **settings: Any,
+    ) -> Any:
         async def connect() -> Any:
             return learner
 
@@ -68,7 +75,8 @@ def make_host(tmp_path: Path, tokenizer: Any) -> MakeHost:
             TemplateChatFormat(tokenizer, (tokenizer.eos_token_id,)),
             connect,
         )
-        return ProducerHost(config, producer, StreamedTasks(tmp_path / "tasks.jsonl"), model, tokenizer, module)
+        tasks = StreamedTasks(tmp_path / "tasks.jsonl")
+        return ProducerHost(config, producer, tasks, model, tokenizer, module, graded)
 
     return make
 
@@ -177,6 +185,18 @@ async def test_a_round_that_cannot_be_used_is_one_error_and_leaves_nothing_in_th
     with pytest.raises(error, match=naming(*words)):
         await make_host(Unchecked(make)).produce(0, 0)
     assert len(StreamedTasks(tmp_path / "tasks.jsonl")) == 0
+
+
+async def test_without_reward_functions_every_task_must_come_with_rewards(make_host: MakeHost, tmp_path: Path) -> None:
+    attempt = {"prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5], "versions": 0}
+    given = [[attempt | {"reward": 1.0}, attempt | {"reward": 0.0}], [attempt], rows("a")]
+    host = make_host(Questions(lambda _: given.pop(0)), graded=False)
+    await host.produce(0, 0)
+    (task,) = map(StreamedTasks(tmp_path / "tasks.jsonl").__getitem__, range(1))
+    assert [episode.reward for episode in task.episodes] == [1.0, 0.0]
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"^rewards.functions: "):
+            await host.produce(1, 0)
 
 
 def test_a_class_gets_the_settings_and_its_options() -> None:
