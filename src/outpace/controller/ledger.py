@@ -153,8 +153,8 @@ class Ledger:
 
     @property
     def oldest_open(self) -> int:
-        """The first visit that is not finalized."""
-        return min((*self._open, *self._queue), default=self.cursor)
+        """The first visit that is not finalized; re-rolls do not count."""
+        return min((position for position in (*self._open, *self._queue) if position < REROLL), default=self.cursor)
 
     @property
     def exhausted(self) -> bool:

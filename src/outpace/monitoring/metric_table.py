@@ -209,6 +209,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ("eval/reward", "last", "reward", "mean over the held-out tasks"),
         ("eval/stderr", "last", "reward", "its standard error over the tasks"),
         ("eval/reward/<function>", "last", "reward", "mean of one reward function, unweighted"),
+        ("eval/reward/<function>/p<percent>", "last", "reward", "percentile of its values"),
         ("eval/p<percent>", "last", "reward", "percentile of the rewards, such as `eval/p50`"),
         ("eval/pass@<k>", "last", "share", "of the tasks solved by at least one of k attempts (unbiased estimate)"),
         ("eval/pass@<k>/stderr", "last", "share", "its standard error over the tasks"),
