@@ -132,7 +132,9 @@ BACKGROUND = {"producer.async_prefetch": True, "producer.prefetch_depth": 2, "pr
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("mode", [DETERMINISTIC, BACKGROUND], ids=["deterministic", "background"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(DETERMINISTIC, marks=pytest.mark.nightly), BACKGROUND], ids=["deterministic", "background"]
+)
 def test_a_run_killed_at_ten_random_moments_settles_every_visit_once(
     values: dict[str, Any], tmp_path: Path, mode: dict[str, Any]
 ) -> None:
