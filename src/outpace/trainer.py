@@ -106,7 +106,7 @@ class Trainer:
             eval_rollout=eval_rollout,
             environment=environment,
             tools=_as_tuple("tools", tools),
-            callbacks=_checked_callbacks((*callbacks, producer) if isinstance(producer, Callback) else callbacks),
+            callbacks=(*_checked_callbacks(callbacks), *([producer] if isinstance(producer, Callback) else [])),
             producer=producer,
         )
         self.config = _merge(_as_config(config), changes)

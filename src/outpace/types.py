@@ -42,6 +42,10 @@ Outcome = Literal["finished", "filtered", "failed"]
 """Result of a group: trainable, filtered out, or failed."""
 
 
+def _no_ints() -> Ints:
+    return np.zeros(0, dtype=np.int32)
+
+
 def _no_floats() -> Floats:
     return np.zeros(0, dtype=np.float32)
 
@@ -113,6 +117,7 @@ class Answer(msgspec.Struct, frozen=True):
     tokens: Ints
     logprobs: Floats
     versions: Ints
+    prompt_ids: Ints = msgspec.field(default_factory=_no_ints)  # what the tokens continue
 
     @property
     def message(self) -> Message:

@@ -47,6 +47,8 @@ BUSY = replace(STARVED, trained_round=2, unissued=1, starved=False)
         (BUSY, {"async_prefetch": True, "sync_warmup_rollouts": 3}, True),
         (BUSY, {"async_prefetch": True, "sync_warmup_rollouts": 4}, False),
         (STARVED, {"async_prefetch": True, "sync_warmup_rollouts": 4}, True),
+        (replace(STARVED, needed=False), {}, False),
+        (replace(BUSY, needed=False), {"async_prefetch": True}, False),
     ],
 )
 def test_a_round_is_asked_for_when_the_settings_say(state: FeedState, settings: dict[str, Any], wanted: bool) -> None:

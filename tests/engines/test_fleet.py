@@ -378,6 +378,21 @@ async def test_an_abort_reaches_the_engine_that_has_the_request() -> None:
     assert (first.aborted, second.aborted) == ([], ["0.0.0"])
 
 
+async def test_the_abort_of_a_request_between_two_engines_reaches_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 1e6)
+    monkeypatch.setattr(module, "MAX_BACKOFF_S", 1e6)
+    engine = FakeEngine()
+    engine.faults = [(2, "lost")]
+    fleet = EngineFleet({"a": engine})
+    answer = submit(fleet)
+    await holder(engine)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    await fleet.abort(["0.0.0"])
+    assert is_complete(await answer, 2, "aborted")
+    assert engine.aborted == []
+
+
 async def test_a_request_waiting_for_an_engine_can_be_aborted() -> None:
     fleet = EngineFleet({"a": FakeEngine()})
     await fleet.update([FleetMember("a", "", serves=False)])

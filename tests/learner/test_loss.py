@@ -128,14 +128,13 @@ def test_every_policy_loss_trains_through_the_model(make_llama: MakeLlama, make_
     assert report.grad_norm > 0
 
 
+@pytest.mark.parametrize("estimator", ["k3", "unbiased"])
 def test_the_loss_includes_reference_kl_and_entropy(
-    make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM
+    make_llama: MakeLlama, make_rows: MakeRows, model: LlamaForCausalLM, estimator: str
 ) -> None:
     rows = make_rows(5)
-    core = core_of(
-        make_llama(initializer_range=0.2),
-        {"kl.coefficient": 0.3, "algorithm.entropy_coefficient": 0.2, "policy_loss.cap": 2.0, "correction.masks": []},
-    )
+    settings = {"kl.coefficient": 0.3, "kl.estimator": estimator, "algorithm.entropy_coefficient": 0.2}
+    core = core_of(make_llama(initializer_range=0.2), {**settings, "policy_loss.cap": 2.0, "correction.masks": []})
     assert isinstance(core.reference, CopiedReference)
     other = make_llama(seed=5, initializer_range=0.2).double().eval()
     core.reference.model.load_state_dict(other.state_dict())
@@ -151,10 +150,14 @@ def test_the_loss_includes_reference_kl_and_entropy(
         probs = logits.log_softmax(-1)
         entropy = -(probs.exp() * probs).sum(-1)
         kept = k3 < 10  # beyond the bound a token has no gradient
-        loss = -weight * column(row, "advantages") * logp + 0.3 * k3.clamp(max=10.0) - 0.2 * entropy
+        kl = k3.clamp(max=10.0)
+        if estimator == "unbiased":  # its gradient is ratio * distance
+            ratio = (logp.detach() - sampler).exp()
+            kl = ratio * kl.detach() + ratio * (logp - reference).detach() * (logp - logp.detach())
+        loss = -weight * column(row, "advantages") * logp + 0.3 * kl - 0.2 * entropy
         assert kept.any()
         loss.sum().backward()  # type: ignore[no-untyped-call]
-        divergence.append(k3.detach().clamp(max=10.0))
+        divergence.append(kl.detach())
     assert_same(found, model)
     assert core.step().metrics["kl"] == pytest.approx(float(torch.cat(divergence).mean()))
 

@@ -170,6 +170,19 @@ def test_a_declared_family_or_name_takes_precedence_over_the_family_of_episode_v
     assert "env/<room>/score" not in metrics
 
 
+def test_a_declared_family_does_not_change_the_rules_of_built_in_metrics(own_metrics: None) -> None:
+    outpace.metric("<room>/<value>", rule="max")
+    outpace.metric("episode/<name>", rule="max")
+    meter = Meter()
+    for _ in range(3):
+        meter.add("groups/finished", 1)
+        meter.add("episode/score", 1)
+    for value in (1.0, 2.0, 9.0):
+        meter.add("episode/seconds/p50", value)
+    metrics = meter.flush()
+    assert (metrics["groups/finished"], metrics["episode/seconds/p50"], metrics["episode/score"]) == (3, 2, 1)
+
+
 def test_an_undeclared_metric_is_an_error_in_tests_and_an_average_that_is_reported_once_in_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 
+import outpace
 from outpace.errors import BadInput, ComponentFailed, ContextFull, RequestFailed
+from outpace.monitoring.metric_table import collecting
 from outpace.protocols import ModelClient
 from outpace.rollouts.client import PolicyClient
 from outpace.rollouts.episode import run_episode, single_turn
@@ -97,6 +99,7 @@ async def test_an_unsupported_return_value_fails_the_episode(client: PolicyClien
         ("reward/mean", 1.0, True),
         ("two words", 1.0, True),
         ("score", "high", True),
+        ("score", 10**400, True),
         ("turns", 1, False),
         ("env/score", math.nan, False),
     ],
@@ -106,6 +109,32 @@ async def test_a_metric_with_an_invalid_name_or_value_fails_the_episode(
 ) -> None:
     episode = await run(returning(Episode([], metrics={name: value})), client)
     assert bool(re.search(naming(name), episode.error or "")) == fails == (episode.error is not None)
+
+
+async def test_a_bad_name_in_log_metric_fails_the_episode_and_not_the_run(client: PolicyClient) -> None:
+    async def rollout(task: Task, client: PolicyClient) -> float:
+        await client.sample(task.prompt)
+        outpace.log_metric("solved/task 7", 1)
+        return 1.0
+
+    with collecting():
+        episode = await run(rollout, client)
+    assert re.search(naming("solved/task 7"), episode.error or "")
+
+
+async def test_extra_columns_of_a_rollout_are_recorded_as_plain_values(
+    make_engine: Any, make_client: MakeClient
+) -> None:
+    class Bad:
+        def __str__(self) -> str:
+            raise KeyError("no text")
+
+    given: list[dict[Any, Any]] = [{1: (2, 3), "\ud800": 1.5}, {"x": Bad()}]
+    good, bad = [
+        await run(returning(Episode([], extra=extra)), make_client(make_engine(["hello<|end|>"]))) for extra in given
+    ]
+    assert good.extra == {"1": "(2, 3)", "?": 1.5}
+    assert re.search(naming("extra", "no text"), bad.error or "")
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])

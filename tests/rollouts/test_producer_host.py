@@ -23,7 +23,7 @@ from outpace.monitoring.metrics import result
 from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
 from outpace.tasks.producers import AsyncDataProducer, BaseDataProducer
 from outpace.tasks.stream import StreamedTasks
-from outpace.types import FleetMember, Floats, Ints
+from outpace.types import Episode, FleetMember, Floats, Ints, Task, Trajectory
 from rollouts_support import rollout_config
 from support import naming
 
@@ -47,6 +47,15 @@ class Questions(BaseDataProducer):
     def produce(self, model: Any, global_step: int, **kwargs: Any) -> Any:
         self.calls.append(f"produce {kwargs['round']} {global_step}")
         return self.make(model)
+
+
+ATTEMPT = {"prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5], "versions": 0}
+TRAJECTORY = Trajectory(
+    np.array([1, 2, 3], np.int32),
+    np.array([False, False, True]),
+    np.array([0.0, 0.0, -0.5], np.float32),
+    np.array([-1, -1, 0], np.int32),
+)
 
 
 def rows(*prompts: str) -> list[dict[str, str]]:
@@ -171,6 +180,9 @@ async def test_a_prefetching_producer_is_asked_in_the_background_with_its_furthe
         (lambda _: [], BadInput, ["round 0", "no data"]),
         (lambda _: [{"prompt": "a"}, {"question": "b"}], BadInput, ["row 1", "prompt"]),
         (lambda _: 3, BadInput, ["int"]),
+        (lambda _: [ATTEMPT | {"completion_ids": [10**6]}], BadInput, ["tasks.producer", "1000000"]),
+        (lambda _: [ATTEMPT | {"completion": ["hi"]}], BadInput, ["tasks", "completion"]),
+        (lambda _: [Task("a", "b", episodes=[Episode([TRAJECTORY], metrics={"bad name": 1})])], BadInput, ["bad name"]),
         (lambda _: next(iter(())), RuntimeError, ["StopIteration"]),
         (lambda _: exit(3), RuntimeError, ["SystemExit", "3"]),
         (lambda _: {}["question"], KeyError, ["question"]),
@@ -188,15 +200,27 @@ async def test_a_round_that_cannot_be_used_is_one_error_and_leaves_nothing_in_th
 
 
 async def test_without_reward_functions_every_task_must_come_with_rewards(make_host: MakeHost, tmp_path: Path) -> None:
-    attempt = {"prompt_ids": [1, 2], "completion_ids": [3], "logprobs": [-0.5], "versions": 0}
-    given = [[attempt | {"reward": 1.0}, attempt | {"reward": 0.0}], [attempt], rows("a")]
+    unsolved = Task("b", "?", episodes=[Episode([TRAJECTORY], reward=0.0)] * 2)
+    given = [[ATTEMPT | {"reward": 1.0}, ATTEMPT | {"reward": 0.0}, unsolved], [ATTEMPT], rows("a")]
     host = make_host(Questions(lambda _: given.pop(0)), graded=False)
     await host.produce(0, 0)
-    (task,) = map(StreamedTasks(tmp_path / "tasks.jsonl").__getitem__, range(1))
-    assert [episode.reward for episode in task.episodes] == [1.0, 0.0]
+    first, second = map(StreamedTasks(tmp_path / "tasks.jsonl").__getitem__, range(2))
+    assert [episode.reward for episode in first.episodes] == [1.0, 0.0]
+    assert [episode.rewards for episode in second.episodes] == [{"rollout": 0.0}] * 2, "all of them failed"
     for _ in range(2):
         with pytest.raises(BadInput, match=r"^rewards.functions: "):
             await host.produce(1, 0)
+
+
+def test_a_class_that_makes_settings_of_its_own_is_refused() -> None:
+    class Own(Questions):
+        def __init__(self) -> None:
+            super().__init__(rows, ProducerConfig(mini_epochs=3))
+
+    with pytest.raises(BadInput, match=r"^producer\.mini_epochs: "):
+        make_producer(Own, rollout_config())
+    with pytest.raises(BadInput, match=r"^producer\.async_prefetch: "):
+        make_producer(lambda: AsyncDataProducer(Questions(rows)), rollout_config())
 
 
 def test_a_class_gets_the_settings_and_its_options() -> None:

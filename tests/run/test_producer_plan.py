@@ -12,7 +12,7 @@ from outpace.config.producer import ProducerConfig
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from outpace.run.plan import UserObjects, make_plan
-from outpace.tasks.producers import AsyncDataProducer, BaseDataProducer
+from outpace.tasks.producers import AsyncDataProducer, BaseDataProducer, GRPODataProducer
 
 NAMED = {"tasks.producer": f"{__file__}:Nothing"}
 
@@ -20,6 +20,18 @@ NAMED = {"tasks.producer": f"{__file__}:Nothing"}
 class Nothing(BaseDataProducer):
     def produce(self, model: Any, global_step: int, **kwargs: Any) -> Any:
         return []
+
+
+GENERATIONS = GRPODataProducer(
+    None,
+    [{"prompt": "a"}],
+    num_generations=8,
+    generation_batch_size=8,
+    train_batch_size=8,
+    steps_per_generation=1,
+    shuffle_dataset=False,
+    seed=0,
+)
 
 
 def planned(settings: dict[str, Any], **objects: Any) -> Config:
@@ -42,6 +54,11 @@ def planned(settings: dict[str, Any], **objects: Any) -> Config:
         ("producer.mini_epochs", {"producer.mini_epochs": 2}, {"producer": Nothing(ProducerConfig(mini_epochs=3))}),
         ("producer.async_prefetch", {**NAMED, "run.deterministic": True, "producer.async_prefetch": True}, {}),
         ("producer.options.when", {**NAMED, "producer.options": {"when": None}}, {}),
+        ("producer.options", {**NAMED, "producer.options": {"rows": 3}}, {}),
+        ("producer.options", {"producer.options": {"rows": 3}}, {"producer": Nothing()}),
+        ("rollout.group_size", {"rollout.group_size": 4}, {"producer": GENERATIONS}),
+        ("eval.holdout", {**NAMED, "eval.holdout": 0.3}, {}),
+        ("tasks.shuffle", {**NAMED, "tasks.shuffle": False}, {}),
         ("run.epochs", {**NAMED, "run.epochs": 2}, {}),
         ("tasks.limit", {**NAMED, "tasks.limit": 5}, {}),
         ("difficulty.easy_above", {**NAMED, "difficulty.easy_above": 0.9}, {}),
@@ -66,6 +83,10 @@ def test_a_run_with_a_producer_needs_no_reward_function() -> None:
     plan = make_plan(make_config(NAMED), UserObjects())
     assert plan.streamed
     assert plan.producer_code is not None
+
+
+def test_a_run_with_a_producer_says_that_nothing_is_held_out() -> None:
+    assert "tasks.eval_path" in make_plan(make_config(NAMED), UserObjects()).eval_warning
 
 
 def test_the_number_of_iterations_is_that_of_the_optimizer() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import outpace
 from outpace import register_task
 from outpace.checkpoint import commit
 from outpace.config.load import make_config
@@ -30,6 +31,7 @@ from outpace.run.plan import (
     with_newest_checkpoint,
 )
 from outpace.runtime import by_value
+from outpace.tasks.producers import BaseDataProducer
 from outpace.trainer import Trainer
 from outpace.types import Task
 from support import naming, write_config
@@ -314,6 +316,31 @@ def test_every_held_out_set_is_evaluated_on_at_most_eval_count_tasks(heldout_fil
     alone = plan_of({"eval.holdout": 0.0, "eval.sets": {"more": str(heldout_file)}}, tasks=ROWS)
     assert alone.eval_counts == {"more": 5}
     assert plan_of({"eval.count": 0, "eval.sets": {"more": str(heldout_file)}}, **OWN).eval_counts == {}
+
+
+def test_a_set_that_the_reward_functions_cannot_grade_is_refused() -> None:
+    config = make_config({"tasks.name": "countdown", "eval.sets": {"sums": "arithmetic"}})
+    with pytest.raises(BadInput, match=naming("eval.sets", "sums", "numbers, target")):
+        make_plan(config, UserObjects())
+
+
+def test_a_run_that_only_declares_metrics_can_be_resumed_without_python(own_metrics: None) -> None:
+    outpace.metric("answer/digits", rule="max")
+    plan = make_plan(make_config({"tasks.name": "countdown"}), UserObjects())
+    assert plan.objects == ()
+    assert list(by_value.unpickle_objects(plan.code)["registered"].metrics) == ["answer/digits"]
+
+
+class Nothing(BaseDataProducer):
+    def produce(self, model: Any, global_step: int, **kwargs: Any) -> Any:
+        return []
+
+
+def test_a_producer_gets_the_declared_metrics(own_metrics: None) -> None:
+    outpace.metric("data/score", rule="max")
+    plan = plan_of({}, producer=Nothing())
+    assert plan.producer_code is not None
+    assert list(by_value.unpickle_objects(plan.producer_code)["registered"].metrics) == ["data/score"]
 
 
 def test_a_registered_task_that_is_only_a_held_out_set_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,6 +429,8 @@ def test_absent_versions_are_those_of_the_policy_and_that_is_said_once(caplog: p
         ({"logprobs": [-0.5, 0.0, float("nan"), -1.0, 0.0]}, ("logprob",)),
         ({"logprobs": [-0.5, 0.0, float("-inf"), -1.0, 0.0]}, ("logprob",)),
         ({"logprobs": [-0.5]}, ("logprobs", "1", "5")),
+        ({"logprobs": [-0.5, 0.0, 3.0, -1.0, 0.0]}, ("logprobs", "3")),
+        ({"group": 0, "answer": 8}, ("row 0", "answer")),
         ({"logprobs": -0.5}, ("logprobs",)),
         ({"logprobs": ["a"] * 5}, ("logprobs",)),
         ({"completion_mask": [1, 1]}, ("completion_mask", "2")),

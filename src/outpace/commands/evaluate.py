@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Coroutine, Sequence
@@ -24,12 +25,15 @@ from outpace.runtime.cleanup import temporary_directory
 from outpace.runtime.components import Runtime
 from outpace.types import FleetMember
 
+VERSIONS = ("eval/version", "eval/version_newest")
+"""Metrics that mean nothing without training."""
+
 
 def evaluate_model(run: Path | None, settings: Sequence[str], completions: Path | None = None) -> dict[str, Any]:
     """Evaluate `model.path`, or a run's newest complete checkpoint on that run's held-out tasks. Writes the attempts to
     the file `completions` as JSON lines, up to `eval.save_completions`."""
-    if completions is not None and not completions.absolute().parent.is_dir():
-        raise BadInput(f"--completions: there is no directory {completions.absolute().parent}")
+    if completions is not None:
+        _check_writable(completions.absolute())
     if run is None:
         config, objects = load_config(None, settings), UserObjects()
     else:
@@ -41,8 +45,15 @@ def evaluate_model(run: Path | None, settings: Sequence[str], completions: Path 
         evaluation = evaluate_plan(make_plan(with_values(config, overrides), objects), directory)
     if completions is not None:
         write_atomically(completions, json_lines(evaluation.views))
-    measured = {name: value for name, value in evaluation.metrics().items() if not name.startswith("eval/version")}
+    measured = {name: value for name, value in evaluation.metrics().items() if name not in VERSIONS}
     return {"model": str(run or config.model.path), **measured}
+
+
+def _check_writable(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise BadInput(f"--completions: there is no directory {file.parent}")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise BadInput(f"--completions: cannot write {file}; name a file in a directory that you may write to")
 
 
 def evaluate_plan(plan: RunPlan, directory: Path) -> Evaluation:

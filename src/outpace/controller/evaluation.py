@@ -135,7 +135,7 @@ class Evaluator:
         """Yield one order per attempt. The seed of an attempt depends on its task and number only, so that other sets
         or more attempts do not change it."""
         numbers = count()
-        saved = self._settings.save_completions // max(len(self._counts), 1)  # in each set
+        saved = -(-self._settings.save_completions // max(len(self._counts), 1))  # in each set, rounded up
         for name, tasks in self._counts.items():
             for task in range(tasks):
                 for attempt in range(self._settings.attempts):
@@ -184,7 +184,7 @@ def score_set(tasks: Iterable[Sequence[GroupReport]], settings: EvalConfig) -> S
         reward=None if reward is None else reward.mean,
         count=len(scored),
         failed=sum(report.failed_episodes for report in reports),
-        tokens=sum(report.tokens_sampled for report in reports),
+        tokens=sum(report.tokens_sampled for report in reports if report.rewards),
         stderr=None if reward is None else reward.stderr,
         binary=bool(every) and set(every) <= {0.0, 1.0},
         rewards={function: fmean(values) for function, values in by_function.items()},

@@ -211,6 +211,7 @@ class TaskDemand:
     oldest_open: int  # the first visit that is not finalized
     starved: bool  # nothing runs, and nothing can be trained without further tasks
     on_policy: bool  # every engine serves the newest version
+    needed: bool = True  # the remaining steps need more visits than there are
 
 
 class Pacing:

@@ -160,6 +160,8 @@ class Recorder:
         for name in evaluation.sets:
             if result := parse_eval_result(evaluation.version, metrics, f"eval/{name}"):
                 self.console.evaluation(result, name)
+            else:
+                self.console.status(f"set {name} of version {evaluation.version} could not be evaluated")
 
     # --------------------------------------------------------------------------------------------------- each step
 

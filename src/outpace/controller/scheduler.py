@@ -162,7 +162,15 @@ class Scheduler:
     def demand(self) -> TaskDemand:
         starved = self._started and self._ledger.left == 0 and not self.running and self._learner == "idle"
         on_policy = not self._publishing and self._publisher.all_newest
-        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy)
+        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy, self._needs_tasks)
+
+    @property
+    def _needs_tasks(self) -> bool:
+        steps = self.settings.steps
+        if steps is None:
+            return True
+        missing = (steps - self.version) * self.settings.groups_per_step - self._batcher.outstanding
+        return missing > (self._ledger.left or 0)
 
     @property
     def _oldest_serving(self) -> Version:

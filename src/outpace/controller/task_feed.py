@@ -37,6 +37,7 @@ class FeedState:
     unissued: int  # visits given and not issued yet
     starved: bool  # nothing runs, and nothing can be trained without the next round
     on_policy: bool  # every engine serves the newest version
+    needed: bool = True  # the remaining steps need more visits than there are
 
 
 def wants_round(state: FeedState, settings: ProducerConfig) -> bool:
@@ -45,6 +46,8 @@ def wants_round(state: FeedState, settings: ProducerConfig) -> bool:
     Synchronous rounds: when the rounds before them are trained, as far as they fill batches, and the engines serve the
     result. In the background: as soon as it is at most `prefetch_depth` rounds ahead of the one being trained, or
     earlier if these have too few tasks for a batch."""
+    if not state.needed:
+        return False
     if not settings.in_background(state.next_round):
         return state.starved and state.on_policy
     return state.next_round <= state.trained_round + settings.prefetch_depth or state.starved
@@ -108,6 +111,7 @@ class TaskFeed:
             unissued=unissued,
             starved=unissued <= 0 and demand.starved,
             on_policy=demand.on_policy,
+            needed=demand.needed,
         )
 
     async def _next_round(self, number: int) -> bool:

@@ -140,6 +140,12 @@ def eos_ids(path: str) -> list[int]:
     return sorted(found)
 
 
+def vocabulary_size(path: str) -> int:
+    """Return the number of token ids that the model's config.json declares; 0 if it declares none."""
+    declared = json.loads((resolve_model(path) / "config.json").read_text())
+    return int(declared.get("vocab_size") or declared.get("text_config", {}).get("vocab_size") or 0)
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

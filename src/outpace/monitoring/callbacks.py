@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outpace.errors import ComponentFailed
+from outpace.monitoring import metric_table
 from outpace.monitoring.metric_table import MetricLog, collecting
 from outpace.monitoring.summary import Summary
 from outpace.types import GroupOrder, GroupReport, Version
@@ -65,6 +66,8 @@ class Callback:
         """Report a value of a metric; it is in the record of the next step. May be called on any thread."""
         if self._metric_log is not None:
             self._metric_log.log_metric(name, value, weight)
+        else:  # the copy of a producer in its process
+            metric_table.log_metric(name, value, weight)
 
     def on_run_start(self, info: Mapping[str, Any]) -> Any:
         """All components are up. `info` has at least `dir`, `steps`, `version` and `config`."""
@@ -101,7 +104,7 @@ class DataProducerCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a run in this process: the producer's process gets a copy."""
-        return {name: value for name, value in vars(self).items() if name != "_request_stop"}
+        return {name: value for name, value in vars(self).items() if name not in ("_request_stop", "_metric_log")}
 
     def on_rollout_end(self, *args: Any, **kwargs: Any) -> Any:
         """The hook of the producer. The event of this name is not sent to a producer."""

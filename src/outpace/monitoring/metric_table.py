@@ -271,8 +271,11 @@ def full_name(name: str) -> str:
 
 
 def find(name: str) -> Metric | None:
-    """Return the declaration that covers this name. Those of user code come first."""
-    return _find(name, DECLARED) or _built_in(name)
+    """Return the declaration that covers this name. A family of user code does not change built-in metrics."""
+    built_in = _built_in(name)
+    if built_in is not None and name not in DECLARED and not EPISODE_VALUE.fullmatch(name):
+        return built_in
+    return _find(name, DECLARED) or built_in
 
 
 @lru_cache(4096)
@@ -285,7 +288,7 @@ def _find(name: str, declared: dict[str, Metric]) -> Metric | None:
 
 
 def _families(declared: dict[str, Metric]) -> Iterator[Metric]:
-    families = (metric for metric in declared.values() if "<" in metric.name)
+    families = (metric for metric in list(declared.values()) if "<" in metric.name)  # a callback may declare meanwhile
     yield from sorted(families, key=lambda metric: -len(_PLACEHOLDER.sub("", metric.name)))
 
 
@@ -324,11 +327,14 @@ class MetricLog:
         return [self._values.popleft() for _ in range(len(self._values))]
 
     def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Report a value from user code. Raises `BadInput` or `ValueError` for an invalid name, value or weight."""
-        check_name(name)
+        """Report a value from user code. Raises `ValueError` for an invalid name, value or weight."""
+        try:
+            check_name(name)
+        except BadInput as error:  # which would end the run if a rollout raised it
+            raise ValueError(f"log_metric: {error}") from None
         try:
             number, share = float(value), float(weight)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a tensor of several elements
             raise ValueError(f"log_metric: {name} is {one_line(repr(value), 60)}, not a number") from None
         if share < 0:
             raise ValueError(f"log_metric: {name} has the weight {share:g}; it must not be negative")
@@ -372,14 +378,16 @@ def current_log() -> MetricLog | None:
     return _current.get()
 
 
-def forward_log(logged: Iterable[Logged], extra: Mapping[str, list[Any]] | None = None) -> bool:
-    """Report here what was reported in another process. Returns whether it was valid."""
+def forward_log(logged: Iterable[Logged], extra: Mapping[str, list[Any]] | None = None, dropped: int = 0) -> bool:
+    """Report here what was reported in another process, and count what it dropped. Returns whether it was valid."""
+    if (log := _current.get()) is not None:
+        log.dropped += dropped
     try:
         for name, value, weight in logged:
             log_metric(name, value, weight)
         for column, values in (extra or {}).items():
             log_extra(column, values)
-    except (BadInput, ValueError):
+    except ValueError:
         return False
     return True
 

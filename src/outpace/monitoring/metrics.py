@@ -268,7 +268,7 @@ def finalized_totals(visits: Iterable[tuple[str, GroupReport | None]]) -> dict[s
             record_group(meter, report)
         elif outcome == "skipped":
             meter.add("groups/skipped", 1)
-    return {name: each for name, each in meter.take().items() if math.isfinite(each.total + each.squares)}
+    return {name: each for name, each in meter.take().items() if math.isfinite(each.total + each.squares + each.weight)}
 
 
 def record_discarded_group(meter: Meter, report: GroupReport) -> None:

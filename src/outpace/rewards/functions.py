@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from outpace.errors import BadInput, RewardFailed, one_line, plural, with_article
-from outpace.monitoring.metric_table import log_extra, log_metric
+from outpace.monitoring.metric_table import current_log, log_extra, log_metric
 from outpace.runtime import wire
 from outpace.runtime.by_value import decode_values, encode_values, pickle_objects
 from outpace.runtime.references import named_parameters
@@ -53,7 +53,9 @@ LOGGING: dict[str, Callable[..., None]] = {"log_metric": log_metric, "log_extra"
 
 
 def logging_arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    return {name: LOGGING[name] for name in named_parameters(function, LOGGING)}
+    """Return the arguments that the function names. They may be called on any thread."""
+    log = current_log()
+    return {name: LOGGING[name] if log is None else getattr(log, name) for name in named_parameters(function, LOGGING)}
 
 
 Scores = list[float | None]

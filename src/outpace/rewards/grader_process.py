@@ -40,6 +40,7 @@ class Scored(msgspec.Struct, tag="scored", omit_defaults=True):
     scores: list[float | None]
     logged: list[Logged] = []
     extra: dict[str, list[PlainValue]] = {}
+    dropped: int = 0
 
 
 class Grader(Protocol):
@@ -70,7 +71,7 @@ class GraderServer:
         with collecting(MetricLog(count)) as log:
             returned = _call(self._functions[function], unpack_arguments(arguments, by_value, count))
         try:
-            return Scored(check_scores(function, returned, count, first), log.take(), log.extra)
+            return Scored(check_scores(function, returned, count, first), log.take(), log.extra, log.dropped)
         except RewardFailed as error:
             return ScoresRejected(encodable_text(str(error)))
 

@@ -60,12 +60,17 @@ from outpace.runtime.user_code import (
 )
 from outpace.types import Episode, Task, Trajectory
 
+MAX_ANSWER = 1 << 26
+"""Bytes of a reply of a grader process: scores, and columns of `log_extra` with their texts."""
+
 
 class GraderProcess:
     """Handle of one grader process."""
 
     def __init__(self, memory_mb: int | None = None) -> None:
-        self._process = UserCodeProcess("outpace.rewards.grader_process", Grader, "a reward function", memory_mb)
+        self._process = UserCodeProcess(
+            "outpace.rewards.grader_process", Grader, "a reward function", memory_mb, max_answer=MAX_ANSWER
+        )
         self._loaded: set[str] = set()
 
     @property
@@ -90,7 +95,7 @@ class GraderProcess:
         reply = await self._process.call(lambda grader: grader.score(name, count, body, by_value, first), timeout_s)
         if isinstance(reply, ScoresRejected):
             raise RewardFailed(reply.message)
-        if not _are_scores(reply.scores, count) or not forward_log(reply.logged, reply.extra):
+        if not _are_scores(reply.scores, count) or not forward_log(reply.logged, reply.extra, reply.dropped):
             raise self._process.broken()
         return reply.scores
 

@@ -312,6 +312,7 @@ class TurnSampler:
             tokens=_read_only(generation.tokens),
             logprobs=_read_only(generation.logprobs),
             versions=_read_only(generation.versions),
+            prompt_ids=_read_only(prompt),
         )
 
 

@@ -27,9 +27,10 @@ import numpy as np
 
 from outpace.algorithms.token_advantages import trajectory_problem, turn_numbers
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
-from outpace.monitoring.metric_table import check_name, full_name
+from outpace.monitoring.metric_table import check_name, full_name, plain_value
 from outpace.protocols import ModelClient, Rollout
 from outpace.runtime import async_tools
+from outpace.runtime.wire import encodable_text
 from outpace.types import Episode, Message, Task, Trajectory, Version
 
 if TYPE_CHECKING:
@@ -103,10 +104,16 @@ def take_episodes(
             completion=episode.completion or _in_form_of(task.prompt, decode(_last_turn(episode))),
             rewards=episode.rewards or ({"rollout": episode.reward} if totals else {}),
             reward=episode.reward if totals else sum(episode.rewards.values()),
+            error=episode.error or _given_problem(episode),
         )
         for episode in task.episodes
     ]
     return msgspec.structs.replace(task, episodes=[]), episodes
+
+
+def _given_problem(episode: Episode) -> str | None:
+    problems = filter(None, map(trajectory_problem, episode.trajectories))
+    return next((f"the task came with a trajectory that cannot be trained on: {problem}" for problem in problems), None)
 
 
 def _not_newer(trajectory: Trajectory, newest: Version | None) -> Trajectory:
@@ -190,18 +197,30 @@ def _client_metrics(client: PolicyClient) -> dict[str, float]:
     return {"breaks": float(client.breaks)} if client.answers > 1 else {}
 
 
+def is_float(value: Any) -> bool:
+    """Whether the value is a number that a float can hold, also if it is not finite."""
+    try:
+        return isinstance(value, Real) and isinstance(float(value), float)
+    except OverflowError:
+        return False
+
+
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
     """Return the episode, or a failed one if its rewards, metrics or trajectories are not valid."""
     for name, reward in {**episode.rewards, "reward": episode.reward}.items():
-        if not isinstance(reward, Real) or not math.isfinite(reward):
+        if not is_float(reward) or not math.isfinite(reward):
             return failed_episode(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
     for name, value in episode.metrics.items():
         try:
             check_name(full_name(name))
         except BadInput as error:
             return failed_episode(client, str(error))
-        if not isinstance(value, Real):
+        if not is_float(value):
             return failed_episode(client, f"the rollout's metric {name} is {one_line(repr(value), 60)}, not a number")
+    try:
+        extra = {encodable_text(str(column)): plain_value(value) for column, value in episode.extra.items()}
+    except Exception as error:  # of user code: `str` of a value
+        return failed_episode(client, f"the rollout's extra columns cannot be recorded: {one_line(error)}")
     if unused := client.silent_roles:
         active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))
         reason = f"a reward was set for the role {unused[0]!r}, which has no answers; roles with answers: {active}"
@@ -209,7 +228,7 @@ def _checked(episode: Episode, client: PolicyClient) -> Episode:
     for trajectory in episode.trajectories:
         if fault := trajectory_problem(trajectory, client.min_version):
             return failed_episode(client, f"the rollout returned a trajectory that cannot be trained on: {fault}")
-    return episode
+    return msgspec.structs.replace(episode, extra=extra) if extra else episode
 
 
 def rollout(function: Callable[..., Any], setting: str = "rollout.function") -> Rollout:

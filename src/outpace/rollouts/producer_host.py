@@ -27,10 +27,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from outpace.config import Config
+from outpace.config.producer import ProducerConfig
 from outpace.engines.fleet import EngineFleet
 from outpace.errors import BadInput, one_line
 from outpace.models.chat_format import ChatFormat
-from outpace.monitoring.metric_table import collecting
+from outpace.monitoring.metric_table import check_name, collecting, full_name
 from outpace.monitoring.metrics import Meter
 from outpace.protocols import Learner
 from outpace.rollouts.client import PolicyClient
@@ -41,7 +42,7 @@ from outpace.runtime.references import accepted_parameters
 from outpace.tasks.produced import tasks_of
 from outpace.tasks.producers import AsyncDataProducer, call_produce
 from outpace.tasks.stream import Round, StreamedTasks
-from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, Message, Task, Version
+from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, Ints, Message, Task, Version
 
 PRODUCER_DRAWS = 1 << 41
 """Draw numbers from here on seed what producers sample, one per round; those of visits are lower."""
@@ -165,9 +166,10 @@ class ProducerHost:
         tokenizer: Any,
         module: Any = None,
         graded: bool = True,
+        vocabulary: int = 0,
     ) -> None:
         """`module`: the learner's, if it is in this process. `graded`: the run's functions or its rollout give
-        rewards."""
+        rewards. `vocabulary`: number of token ids of the model, if that is more than the tokenizer has."""
         self._config = config
         self._settings = config.producer
         self._background_kwargs: dict[str, Any] = {}
@@ -179,6 +181,7 @@ class ProducerHost:
         self._tokenizer = tokenizer
         self._module = module
         self._graded = graded
+        self._vocabulary = max(len(tokenizer), vocabulary)
         self._rng: str | None = None  # state after the last round; None: this process has produced none
         if hasattr(producer, "set_trainer"):
             producer.set_trainer(ProducerTrainer(model, tokenizer, config))
@@ -217,8 +220,16 @@ class ProducerHost:
             self._rng = rng.capture().decode()
         with self._module_in_use(number):
             dataset = self._ask(number, step)
-        tasks = tasks_of(dataset, number, max(step, self._model.newest))
+        tasks = tasks_of(dataset, number, max(step, self._model.newest), self._graded)
+        for name in {name for task in tasks for episode in task.episodes for name in episode.metrics}:
+            check_name(full_name(name))
         for task in tasks:
+            for wrong in (ids[(ids < 0) | (ids >= self._vocabulary)] for ids in _token_ids(task)):
+                if len(wrong):
+                    raise BadInput(
+                        f"tasks.producer: task {one_line(task.id, 60)} has the token id {wrong[0]}; those of the model "
+                        f"are 0 to {self._vocabulary - 1}"
+                    )
             if not self._graded and not any(map(has_reward, task.episodes)):
                 raise BadInput(f"rewards.functions: set at least one; task {one_line(task.id, 60)} has no reward")
         before, self._rng = self._rng, rng.capture().decode()
@@ -236,12 +247,12 @@ class ProducerHost:
         producer = self._producer
         self._model.start_round(number)
         known = {"processing_class": self._tokenizer, "accelerator": None, "args": self._config, "round": number}
+        given = {name: known[name] for name in accepted_parameters(producer.produce, known)}
         if self._settings.in_background(number):
-            known |= self._background_kwargs
-        accepted = accepted_parameters(producer.produce, known)
+            given |= self._background_kwargs
         if hasattr(producer, "on_rollout_begin"):
             producer.on_rollout_begin(step)
-        dataset = call_produce(producer, self._model, step, {name: known[name] for name in known if name in accepted})
+        dataset = call_produce(producer, self._model, step, given)
         if hasattr(producer, "on_rollout_end"):
             producer.on_rollout_end(dataset, step)
         return dataset
@@ -273,6 +284,10 @@ class ProducerHost:
                 _empty_cache()
 
 
+def _token_ids(task: Task) -> Iterator[Ints]:
+    return (kept.tokens for episode in task.episodes for kept in episode.trajectories)
+
+
 def _empty_cache() -> None:
     import torch
 
@@ -289,6 +304,12 @@ def make_producer(given: Any, config: Config) -> Any:
     if "config" in accepted_parameters(given, {"config"}):
         options.setdefault("config", config.producer)
     producer = given(**options)
+    own = getattr(producer, "config", None)
+    for key in own.model_fields_set if isinstance(own, ProducerConfig) else ():
+        if getattr(own, key) != getattr(config.producer, key):
+            raise BadInput(f"producer.{key}: the producer made its own config; set this in the config of the run")
+    if isinstance(producer, AsyncDataProducer) and not config.producer.async_prefetch:
+        raise BadInput("producer.async_prefetch: the producer is an AsyncDataProducer; turn this on")
     if not callable(getattr(producer, "produce", None)):
         raise BadInput(
             f"tasks.producer: {type(producer).__name__} has no method `produce`; derive it from DataProducer"

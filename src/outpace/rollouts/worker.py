@@ -81,6 +81,8 @@ DROPPED = "dropped by pacing.on_stale: the group would have been too stale to tr
 PROBE_PROMPT = "Count from one to ten."
 """Prompt for logprob checks if there is no task yet."""
 
+MAX_LOGGED_REASONS = 20
+
 REUSED = "turns/reused"
 """Metric: number of recorded answers reused from an earlier attempt at the group."""
 
@@ -145,6 +147,7 @@ class RolloutWorker:
         self._recorder = recorder
         self._running: dict[asyncio.Task[GroupReport], tuple[GroupOrder, RecordedTurns]] = {}
         self._dropped: set[int] = set()  # running groups cancelled by the controller
+        self._logged: set[str] = set()  # reasons why grading failed
 
     async def run(self, order: GroupOrder) -> GroupReport:
         diagnostics.crash_point("worker.evaluate" if order.heldout else "worker.run")
@@ -330,7 +333,7 @@ class RolloutWorker:
                 self._requested_values(episodes, clients),
             )
         except RewardFailed as error:
-            log.warning("grading task %s failed", task.id, exc_info=True)
+            self._log_once(task, error)
             trace = "".join(traceback.format_exception(error.__cause__ or error))
             source = f"reward {error.function}" if error.function else "rewards"
             failure = Failure(source, error.reason)
@@ -340,6 +343,12 @@ class RolloutWorker:
         extras = ({column: values[index] for column, values in reported.extra.items()} for index in range(len(ended)))
         graded = zip(grades, extras, strict=True)
         return [episode if episode.error else self._with_reward(episode, *next(graded)) for episode in episodes]
+
+    def _log_once(self, task: Task, error: RewardFailed) -> None:
+        """Log the first failure for each reason with its traceback. All are counted in the report."""
+        if error.reason not in self._logged and len(self._logged) < MAX_LOGGED_REASONS:
+            self._logged.add(error.reason)
+            log.warning("grading task %s failed", task.id, exc_info=True)
 
     def _requested_values(self, episodes: list[Episode], clients: list[PolicyClient]) -> dict[str, list[Any]]:
         """Return the arguments passed only to reward functions that declare them, for episodes that did not fail."""

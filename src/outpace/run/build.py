@@ -257,7 +257,7 @@ def _core_sharing(settings: ComponentSettings, role: Role, row: int, cores: int)
 
 
 def _install_registered(given: dict[str, Any]) -> None:
-    if "registered" in given:
+    if given.get("registered") is not None:
         given["registered"].install()
 
 
@@ -365,12 +365,13 @@ def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     from outpace.engines.fleet import EngineFleet
     from outpace.models.chat_format import chat_format_for
-    from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.models.loading import eos_ids, load_tokenizer, vocabulary_size
     from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
     from outpace.tasks.stream import FILE as STREAM_FILE
     from outpace.tasks.stream import StreamedTasks
 
     settings, given = component_settings(spec), by_value.unpickle_objects(spec.code)
+    _install_registered(given)
     config = settings.parsed
     tokenizer = await asyncio.to_thread(
         load_tokenizer, config.model.path, trust_remote_code=config.model.trust_remote_code
@@ -389,11 +390,15 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
         chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
         connect_learner,
     )
-    named = given.get("producer") or load_function(config.tasks.producer or "", "tasks.producer")
+    named = given.get("producer")
+    if named is None:
+        named = load_function(config.tasks.producer or "", "tasks.producer")
     producer = await asyncio.to_thread(make_producer, named, config)
     module = getattr(getattr(learner, "backend", None), "model", None)  # of a learner in this process
     tasks = StreamedTasks(settings.journal / STREAM_FILE)
-    return ProducerHost(config, producer, tasks, model, tokenizer, module, given.get("graded", True))
+    graded, vocabulary = given.get("graded", True), vocabulary_size(config.model.path)
+    # On a thread, because it calls `set_trainer` of the user.
+    return await asyncio.to_thread(ProducerHost, config, producer, tasks, model, tokenizer, module, graded, vocabulary)
 
 
 def _turn_log(config: Config, journal: Path, name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,7 @@ from outpace.rewards.registry import NamedReward, check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.objects import (
+    Registered,
     SavedObjects,
     collect_saved_objects,
     load_saved_objects,
@@ -43,7 +45,7 @@ from outpace.run.objects import (
     registered_for_worker,
 )
 from outpace.runtime import by_value
-from outpace.runtime.references import load_function, refuse_while_importing
+from outpace.runtime.references import accepted_parameters, load_function, refuse_while_importing
 from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.producers import AsyncDataProducer
@@ -117,13 +119,17 @@ class RunPlan:
 
     @property
     def eval_warning(self) -> str:
-        """Warning if fewer tasks are held out than `eval.count`; empty otherwise."""
-        if not 0 < self.heldout < self.config.eval.count:
+        """Warning if fewer tasks are held out than `eval.count`, in the unnamed set or in named ones; empty
+        otherwise."""
+        if self.producer_code is not None and self.config.eval.count and not self.heldout and not self.sets:
+            return "tasks.producer: no task is held out, so nothing is evaluated; set tasks.eval_path or eval.sets"
+        small = {
+            name: size for name, size in {"": self.heldout, **self.sets}.items() if 0 < size < self.config.eval.count
+        }
+        if not small:
             return ""
-        return (
-            f"eval.count is {self.config.eval.count:,}, but only {plural(self.heldout, 'task')} "
-            f"{'is' if self.heldout == 1 else 'are'} held out: every evaluation uses {self.heldout:,}"
-        )
+        found = ", ".join(plural(size, "task") + (f" in {name}" if name else "") for name, size in small.items())
+        return f"eval.count is {self.config.eval.count:,}, but only {found} held out: every evaluation uses all of them"
 
 
 def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunPlan:
@@ -161,6 +167,8 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     rewards, graded = check_functions(config, objects.rewards, own, first)
     if not graded and not produced:
         raise BadInput(NOT_GRADED)
+    sets = open_sets(config)
+    _check_sets_are_graded(config, rewards, sets)
     tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read what is journaled
     carried: dict[str, Any] = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in (*carried.items(), ("producer", objects.producer)) if value is not None}
@@ -169,17 +177,18 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         given |= {"eval_tasks": heldout} if objects.eval_tasks is not None else {}
     learner_registered = registered_for_learner(config)
     sent = {**carried, "registered": registered_for_worker(config)}
-    has_registered = sent["registered"] is not None or learner_registered is not None
+    registered = [each for each in (sent["registered"], learner_registered) if each is not None]
+    has_registered = any(each.tasks or each.rewards or each.algorithms for each in registered)
     return RunPlan(
         config=config,
         tasks=STREAM_FINGERPRINT if train is None or stream is not None else fingerprint(train),
         stream=stream,
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
-        sets={name: len(source) for name, source in open_sets(config).items()},
+        sets={name: len(source) for name, source in sets.items()},
         code=by_value.pickle_objects(sent),
         learner_code=by_value.pickle_objects({"registered": learner_registered}),
-        producer_code=by_value.pickle_objects({"producer": objects.producer, "graded": graded}) if produced else None,
+        producer_code=_producer_code(objects, graded, sent["registered"]) if produced else None,
         objects=(
             *given,
             *(("registered names",) if has_registered else ()),
@@ -188,6 +197,20 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         callbacks=list(objects.callbacks),
         quiet=quiet,
     )
+
+
+def _producer_code(objects: UserObjects, graded: bool, registered: Registered | None) -> bytes:
+    return by_value.pickle_objects({"producer": objects.producer, "graded": graded, "registered": registered})
+
+
+def _check_sets_are_graded(config: Config, rewards: Sequence[NamedReward], sets: Mapping[str, TaskSource]) -> None:
+    """Raise if the reward functions need columns that the tasks of a named set do not have."""
+    for name, source in sets.items():
+        if rewards and len(source):
+            try:
+                check_rewards([function for _, function in rewards], None, source[0].columns, config)
+            except BadInput as error:
+                raise BadInput(f"eval.sets: {name} cannot be graded: {error}") from None
 
 
 def check_functions(
@@ -214,7 +237,7 @@ def load_run_with_objects(run: Path, settings: Sequence[str]) -> tuple[Config, U
         found["tasks"] = found.get("eval_tasks") or _any_heldout_task(config)
         if not found["tasks"]:
             raise BadInput(f"tasks.eval_path: the run in {run} has no held-out tasks; set a file of tasks")
-        config = config.model_copy(update={"producer": ProducerConfig()})
+        config = with_values(config.model_copy(update={"producer": ProducerConfig()}), {"tasks.producer": None})
     return config, UserObjects(**found)
 
 
@@ -264,21 +287,24 @@ def completed_summary(plan: RunPlan, run_dir: Path) -> Summary | None:
     `run.epochs` ask for no more."""
     try:
         ended = msgspec.json.decode((run_dir / "summary.json").read_bytes(), type=Summary)
-        before = read_resolved(run_dir)["run"]
+        resolved = read_resolved(run_dir)
     except (OSError, ValueError):
         return None
     if ended.exit or ended.reason == STOPPED:
         return None
     if plan.checkpoint is None or commit.step_of(plan.checkpoint) != ended.steps:
         return None
-    run = plan.config.run
-    same_end = (run.steps, run.epochs) == (before.get("steps"), before.get("epochs"))
+    run, before = plan.config.run, resolved["run"]
+    rounds = plan.config.producer.max_rollouts == resolved.get("producer", {}).get("max_rollouts")
+    same_end = rounds and (run.steps, run.epochs) == (before.get("steps"), before.get("epochs"))
     return ended if same_end or run.steps == ended.steps else None
 
 
 def completed_message(plan: RunPlan) -> str:
     """Return the message for resuming a completed run."""
-    run = plan.config.run
+    run, rounds = plan.config.run, plan.config.producer.max_rollouts
+    if rounds is not None:
+        return f"already complete; extend it with --producer.max_rollouts {2 * rounds}, or with more --run.steps"
     if run.epochs is not None:
         return f"already complete after {plural(run.epochs, 'epoch')}; extend it with --run.epochs {run.epochs + 1}"
     return f"already complete after {plural(run.steps or 0, 'step')}; extend it with --run.steps {2 * (run.steps or 0)}"
@@ -369,13 +395,28 @@ def _with_producer(config: Config, objects: UserObjects) -> Config:
             raise BadInput(f"{key}: {name} is also set; remove one of the two")
     if not callable(getattr(producer, "produce", producer if callable(producer) else None)):
         raise BadInput(f"{key}: {one_line(repr(producer), 60)} has no method `produce`; derive it from DataProducer")
-    if isinstance(producer, type):
-        return config
-    return _with_settings_of(producer, config)
+    if not isinstance(producer, type) and hasattr(producer, "produce"):
+        if config.producer.options:
+            raise BadInput("producer.options: the producer is an object; pass these values to its class yourself")
+        return _with_settings_of(producer, config)
+    options = dict(config.producer.options)
+    if "config" in accepted_parameters(producer, {"config"}):
+        options.setdefault("config", config.producer)
+    try:
+        inspect.signature(producer).bind(**options)
+    except TypeError as error:
+        raise BadInput(f"producer.options: {getattr(producer, '__name__', producer)}: {one_line(error)}") from None
+    return config
 
 
 def _with_settings_of(producer: Any, config: Config) -> Config:
     """Apply the `ProducerConfig` of a producer object. The config may set the same values, but no others."""
+    attempts = getattr(producer, "num_generations", config.rollout.group_size)
+    if attempts != config.rollout.group_size:
+        raise BadInput(
+            f"rollout.group_size: is {config.rollout.group_size}, but num_generations of the producer is {attempts}; "
+            "set both to the same number"
+        )
     own = getattr(producer, "config", None)
     values = {key: getattr(own, key) for key in own.model_fields_set} if isinstance(own, ProducerConfig) else {}
     if isinstance(producer, AsyncDataProducer):
@@ -401,6 +442,10 @@ def _check_stream(config: Config, produced: bool) -> None:
     if config.tasks.limit is not None:
         end = "which producer.max_rollouts ends" if produced else "which ends when it returns None"
         raise BadInput(f"tasks.limit: {why}{end}; leave this out")
+    for section, key in (("eval", "holdout"), ("tasks", "shuffle"), ("tasks", "duplicate_ids")):
+        default = type(getattr(config, section)).model_fields[key].default
+        if produced and getattr(getattr(config, section), key) != default:
+            raise BadInput(f"{section}.{key}: has no effect, because {why.removesuffix(', ')}; leave this out")
     for key in ("easy_above", "hard_below"):
         if getattr(config.difficulty, key) is not None:
             raise BadInput(f"difficulty.{key}: {why}so no task repeats; leave this out")

@@ -64,6 +64,10 @@ class _Item:
     episodes: list[Episode] = field(default_factory=list)
 
 
+LOGPROB_ROUNDING = 1e-3
+"""How far above 0 rounding may put a logprob."""
+
+
 @dataclass(frozen=True)
 class _Row:
     round: int
@@ -85,10 +89,11 @@ class _Row:
         if column == "versions" and array.ndim == 0 and length is not None:
             array = np.full(length, array)
         if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
-            wanted = "integers" if kinds == "iu" else "numbers"
+            wanted = {"iu": "integers", "biu": "0 and 1"}.get(kinds, "numbers")
             raise self.bad(f"has {column} of type {array.dtype}, {array.ndim}-dimensional; use a list of {wanted}")
         if length is not None and len(array) != length:
-            raise self.bad(f"has {len(array)} {column} for {length} completion_ids")
+            tokens = "prompt_ids" if column == "prompt_mask" else "completion_ids"
+            raise self.bad(f"has {len(array)} {column} for {length} {tokens}")
         return array
 
     def tokens(self, column: str, mask: NDArray[np.bool_] | None) -> NDArray[np.int32]:
@@ -118,17 +123,18 @@ UNKNOWN_PROMPT = "?"
 replaces by the text of `prompt_ids`."""
 
 
-def tasks_of(dataset: object, round: int, version: Version) -> list[Task]:
+def tasks_of(dataset: object, round: int, version: Version, graded: bool = True) -> list[Task]:
     """Return the tasks of a round from what `produce` returned. `version` is the newest policy version: no token is
-    newer, and tokens without a version get it."""
+    newer, and tokens without a version get it. If the run is not `graded`, episodes have the reward that they say, also
+    if it is 0."""
     items: dict[Hashable, _Item] = {}
     for row in _rows(dataset, round):
         if "episodes" in row.values:
-            items[row.number] = _Item(row.number, _task_row(row), _given_episodes(row, version))
+            items[row.number] = _Item(row.number, _task_row(row), _given_episodes(row, version, graded))
         elif row.values.get("completion_ids") is not None:
             item = items.setdefault(_attempt_key(row, items), _Item(row.number, _task_row(row)))
             item.episodes.append(_episode(row, version))
-            _check_graded_alike(row, item)
+            _check_same_task(row, item)
         else:
             items[row.number] = _Item(row.number, _task_row(row))
     found = list(items.values())
@@ -149,9 +155,13 @@ def tasks_of(dataset: object, round: int, version: Version) -> list[Task]:
     ]
 
 
+def _no_data(round: int) -> str:
+    return f"{SETTING}: produce returned no data for round {round}; to end the tasks, set producer.max_rollouts"
+
+
 def _rows(dataset: object, round: int) -> Iterator[_Row]:
     if dataset is None:
-        raise BadInput(f"{SETTING}: produce returned no data for round {round}")
+        raise BadInput(_no_data(round))
     if isinstance(dataset, Mapping):  # columns
         try:
             dataset = RolloutDataset(dataset)
@@ -159,7 +169,7 @@ def _rows(dataset: object, round: int) -> Iterator[_Row]:
             raise BadInput(f"{SETTING}: round {round}: {one_line(error)}") from None
     rows = check_rows(dataset, f"{SETTING}: round {round}")
     if not len(rows):
-        raise BadInput(f"{SETTING}: produce returned no data for round {round}")
+        raise BadInput(_no_data(round))
     for number in range(len(rows)):
         row = rows[number]
         if isinstance(row, Task):
@@ -242,6 +252,8 @@ def _trajectory(row: _Row, version: Version) -> Trajectory:
 def _logprobs(row: _Row, length: int) -> NDArray[Any]:
     for column in LOGPROB_COLUMNS:
         found = row.array(column, "fiu", length)
+        if found is not None and len(found) and found.max() > LOGPROB_ROUNDING:
+            raise row.bad(f"has a {column} of {found.max():.3g}; a logprob is not above 0")
         if found is not None:
             return found
     raise row.bad("has completion_ids but no logprobs: pass the logprob of each token when it was sampled")
@@ -274,12 +286,18 @@ def _rewards(row: _Row) -> tuple[dict[str, float], float]:
     return named or {"rollout": reward}, reward
 
 
-def _check_graded_alike(row: _Row, item: _Item) -> None:
+def _check_same_task(row: _Row, item: _Item) -> None:
+    """Raise if the row differs from the first attempt in what reward functions get."""
+    same = f"differs from row {item.number} of the same prompt"
     if bool(item.episodes[0].rewards) != bool(item.episodes[-1].rewards):
-        raise row.bad(f"differs from row {item.number} of the same prompt: only one of them has a reward")
+        raise row.bad(f"{same}: only one of them has a reward")
+    own = _task_row(row)
+    for column in sorted(own.keys() | item.row.keys()):
+        if own.get(column) != item.row.get(column):
+            raise row.bad(f"{same} in {column}; give other prompts another group, or leave the column out")
 
 
-def _given_episodes(row: _Row, version: Version) -> list[Episode]:
+def _given_episodes(row: _Row, version: Version, graded: bool) -> list[Episode]:
     """Return the episodes of a task that has them already."""
     given = row.values["episodes"]
     if not isinstance(given, list | tuple) or not all(isinstance(episode, Episode) for episode in given):
@@ -291,7 +309,11 @@ def _given_episodes(row: _Row, version: Version) -> list[Episode]:
             for name, value in values.items():
                 row.number_of(name, value)
     return [
-        msgspec.structs.replace(episode, trajectories=[_checked(row, kept, version) for kept in episode.trajectories])
+        msgspec.structs.replace(
+            episode,
+            trajectories=[_checked(row, kept, version) for kept in episode.trajectories],
+            rewards=episode.rewards or ({} if graded else {"rollout": episode.reward}),
+        )
         for episode in given
     ]
 

@@ -201,6 +201,8 @@ class StreamedTasks:
 def _encoded(task: Task) -> bytes:
     try:
         msgspec.json.encode((task.prompt, task.columns))  # arrays are restored in episodes only
-        return wire.encode_json(task) + b"\n"
-    except (TypeError, ValueError) as error:
+        line = wire.encode_json(task)
+        wire.decode_json(line, Task)  # a task that cannot be read back would fail in every start of the run
+        return line + b"\n"
+    except (TypeError, ValueError, NotImplementedError, wire.WireError) as error:
         raise BadInput(f"tasks: task {one_line(task.id, 60)} cannot be journaled: {one_line(error)}") from error

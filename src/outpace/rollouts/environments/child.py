@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from outpace.errors import BadInput, one_line, with_article
-from outpace.monitoring.metric_table import Logged, collecting
+from outpace.monitoring.metric_table import Logged, MetricLog, collecting
 from outpace.rollouts.tools.functions import Tool, ToolError, result_text, tools_of
 from outpace.runtime.by_value import UserCodeSource, decode_values, encode_plain
 from outpace.runtime.references import accepted_parameters
@@ -112,6 +112,7 @@ class CallReturned(msgspec.Struct, tag="returned", omit_defaults=True):
 
     value: Any
     logged: list[Logged] = []
+    dropped: int = 0
 
 
 class CallRejected(msgspec.Struct, tag="rejected"):
@@ -194,7 +195,7 @@ class EnvironmentServer:
         with collecting() as log:
             returned = self._run(call.method, **call.arguments)
         try:
-            return _encodable(name, call.convert(returned), log.take())
+            return _encodable(name, call.convert(returned), log)
         except UnusableResult as error:
             return CallRejected(encodable_text(str(error)))
 
@@ -221,7 +222,7 @@ async def _wait_readable(descriptor: int) -> None:
         loop.remove_reader(descriptor)
 
 
-def _encodable(name: str, value: Any, logged: list[Logged]) -> CallResult:
+def _encodable(name: str, value: Any, log: MetricLog) -> CallResult:
     """Return the result of a method, as text if msgpack cannot encode it."""
     body = encode_plain(value)
     if body is None:
@@ -229,7 +230,7 @@ def _encodable(name: str, value: Any, logged: list[Logged]) -> CallResult:
         body = value.encode()
     if len(body) > MAX_RESULT:
         return CallRejected(f"{name} returned {len(body)} bytes; the limit is {MAX_RESULT}")
-    return CallReturned(value, logged)
+    return CallReturned(value, log.take(), log.dropped)
 
 
 if __name__ == "__main__":

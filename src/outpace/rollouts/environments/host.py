@@ -192,7 +192,7 @@ class ProcessEnvironmentHost(EnvironmentHost):
         result = await self._call(lambda environment: environment.call(name, body, by_value), timeout_s)
         if isinstance(result, CallRejected):
             raise ToolError(result.message)
-        forward_log(result.logged)
+        forward_log(result.logged, dropped=result.dropped)
         return result.value
 
     async def reward(self, timeout_s: float) -> float:
@@ -231,7 +231,7 @@ class ProcessEnvironmentHost(EnvironmentHost):
 def _value(result: CallResult) -> Any:
     if isinstance(result, CallRejected):
         raise UnusableResult(result.message)
-    forward_log(result.logged)
+    forward_log(result.logged, dropped=result.dropped)
     return result.value
 
 
