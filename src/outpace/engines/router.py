@@ -133,6 +133,8 @@ class Router:
 
     def sent(self, name: str, needs: RequestNeeds) -> None:
         self.load[name] = self.load.get(name, 0) + 1
+        if len(self.members) < 2:
+            return  # there is no choice to remember
         for key in (needs.group, needs.episode):
             self._last_engine[key] = name
             self._last_engine.move_to_end(key)

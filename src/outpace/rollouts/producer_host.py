@@ -47,6 +47,9 @@ from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, In
 PRODUCER_DRAWS = 1 << 41
 """Draw numbers from here on seed what producers sample, one per round; those of visits are lower."""
 
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop_strings", "seed")
+"""Settings of the run that `generate` may replace."""
+
 Prompt = str | Sequence[Message] | Sequence[int]
 """Text (one user message), chat messages, or token ids."""
 
@@ -84,8 +87,8 @@ class ProducerModel:
         return self._version
 
     def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
-        """Sample `n` answers to each prompt, those of the first prompt first. `sampling` replaces settings of the run:
-        `max_tokens`, `temperature`, `top_p`, `top_k`, `stop_strings`, `seed`."""
+        """Sample `n` answers to each prompt, those of the first prompt first. `sampling` replaces settings of the
+        run, those of `SAMPLING`."""
         return self._run(self._generate(prompts, n, sampling)).result()
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
@@ -116,6 +119,8 @@ class ProducerModel:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _generate(self, prompts: Prompt | Sequence[Prompt], n: int, sampling: dict[str, Any]) -> list[Answer]:
+        if unknown := sorted(set(sampling) - set(SAMPLING)):
+            raise TypeError(f"generate: unknown argument {', '.join(unknown)}; it takes n, {', '.join(SAMPLING)}")
         sampled = [self._answer(prompt, sampling) for prompt in _as_prompts(prompts) for _ in range(n)]
         answers: list[Answer] = await gather_or_cancel(*sampled)
         self.newest = max([self.newest, *(int(answer.versions.max(initial=0)) for answer in answers)])

@@ -46,7 +46,7 @@ def load_function(reference: str, setting: str) -> Callable[..., Any]:
     """Import the callable that `reference` names. `setting` is the dotted config key, for error messages."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise BadInput(f"{setting}: {reference!r} must be package.module:function or path/to/file.py:function")
+        raise BadInput(f"{setting}: {reference!r} must be package.module:name or path/to/file.py:name")
     if place == "__main__":  # in a child process this is a different script
         raise BadInput(f"{setting}: {reference}: use the script's file name instead of __main__: script.py:{name}")
     module = _module(place, f"{setting}: {reference}")
