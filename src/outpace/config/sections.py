@@ -327,7 +327,11 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(default=0, ge=0)
-    """Evaluation interval in steps; 0 evaluates only before the first step and after the last."""
+    """Evaluation interval in steps, in addition to `eval.start` and `eval.end`; 0 evaluates only then."""
+    start: bool = True
+    """Evaluate before the first step."""
+    end: bool = True
+    """Evaluate after the last step."""
     count: int = Field(default=512, ge=0)
     """Number of held-out tasks to evaluate on, in each set; 0 disables evaluation."""
     attempts: int = Field(default=1, ge=1)

@@ -452,7 +452,7 @@ class Scheduler:
         if not published and self.version not in self._publishing:
             self._publish()
         self._checkpoint()
-        if self.settings.eval_enabled:
+        if self.settings.eval_enabled and self.settings.eval_end:
             self._evaluations.request(self.version, published)
 
     def _stop(self) -> None:

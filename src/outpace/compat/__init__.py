@@ -1,0 +1,1 @@
+"""The trainers of other libraries, by their names, on outpace's loop."""
