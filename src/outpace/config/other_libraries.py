@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 
 
 class Equivalent(NamedTuple):
-    """Dotted keys of `Config` to use instead. Empty `settings`: outpace has no equivalent, and `note` explains."""
+    """Dotted keys of `Config` to use instead. Empty `settings`: outpace has no equivalent, and `note` explains.
+
+    `harmless`: the setting does not change what is trained, or cannot apply."""
 
     settings: tuple[str, ...]
     note: str = ""
+    harmless: bool = False
 
     def remedy(self, prefix: str = "") -> str:
         if not self.settings:
@@ -106,7 +109,7 @@ USE: Mapping[str, str] = {
     "pacing.max_lag": "max_async_level max_off_policy_steps max_staleness",
     "pacing.max_lag (in versions, not a fraction of samples)": "async_training.staleness_threshold",
     "pacing.depth": "strict_async_level",
-    "pacing.depth (in batches)": "prefetch_depth async_queue_size queue_maxsize",
+    "pacing.depth (in batches)": "prefetch_depth async_queue_size",
     "pacing.depth (batches in flight in addition to the one being filled)": "oversampling_factor",
     "pacing.groups_per_step": "data.gen_batch_size",
     "pacing.groups_per_step (counts groups: samples per optimizer step divided by rollout.group_size)":
@@ -231,16 +234,11 @@ name, such as the keys of verl's and prime-rl's configs, only the last parts whe
 ABSENT: Mapping[str, str] = {
     "micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass":
         "micro_batch_size micro_train_batch_size micro_rollout_batch_size ppo_micro_batch_size "
-        "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size "
-        "pad_to_multiple_of",
+        "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size",
     "the optimizer is AdamW; leave this out": "optimizer optim optim_args optim_target_modules",
     "the learner runs on one device; sharding is not supported yet; leave this out":
         "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload deepspeed fsdp fsdp_config "
         "accelerator_config parallelism_config",
-    "the learner runs on one device; leave this out":
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-        "local_rank average_tokens_across_devices ds3_gather_for_generation log_on_each_node save_on_each_node "
-        "log_level_replica",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",
     'the column must be named "prompt"': "data.prompt_key",
     "evaluations are every eval.every steps; leave this out": "eval_delay",
@@ -250,12 +248,35 @@ ABSENT: Mapping[str, str] = {
     "AdamW's epsilon is fixed at 1e-8; leave this out": "adam_epsilon",
     "a schedule has no settings of its own; leave this out": "lr_scheduler_kwargs",
     "outpace trains on every sampled token; leave this out": "top_entropy_quantile",
-    "the coefficient algorithm.entropy_coefficient is constant; leave this out":
-        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+    "the coefficient algorithm.entropy_coefficient is constant; leave this out": "use_adaptive_entropy",
     "the load-balancing loss of mixture-of-experts models is not computed; leave this out": "router_aux_loss_coef",
     "noise in the embeddings biases the importance weights; leave this out": "neftune_noise_alpha",
-    "the whole model has the dtype model.dtype; leave this out":
-        "cast_lm_head_to_fp32 bf16_full_eval fp16_full_eval",
+    "the whole model has the dtype model.dtype; leave this out": "cast_lm_head_to_fp32 bf16_full_eval fp16_full_eval",
+    "engine and learner share a GPU without sleeping; leave this out": "vllm_enable_sleep_mode",
+    "LoRA dropout is not supported; leave this out": "lora_dropout",
+    "callbacks have no saved state; leave this out": "restore_callback_states_from_checkpoint",
+    "resume with `outpace train --resume RUN`, or Trainer.train(resume=True)": "resume_from_checkpoint",
+    "every step is logged to metrics.jsonl in run.dir; leave this out":
+        "logging_steps logging_strategy logging_first_step",
+    "rollouts with all rewards are saved in run.dir; leave this out": "log_completions_hub_repo",
+    "trackio gets its settings from its environment variables; leave this out":
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "use Trainer(quiet=True); leave this out": "disable_tqdm",
+    "evaluation reports rewards only; leave this out": "greater_is_better",
+    "call Trainer.train() and Trainer.evaluate(); leave this out": "do_train do_eval do_predict",
+    "export the model with `outpace export` and upload it; leave this out":
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+}  # fmt: skip
+"""Names of other libraries without an equivalent, by what to do instead."""
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass": "pad_to_multiple_of",
+    "the learner runs on one device; leave this out":
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+        "local_rank average_tokens_across_devices ds3_gather_for_generation log_on_each_node save_on_each_node "
+        "log_level_replica",
+    "the coefficient algorithm.entropy_coefficient is constant; leave this out":
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
     "dropout is always off; leave this out": "disable_dropout",
     "the policy gradient has no labels; leave this out": "label_smoothing_factor label_names",
     "kernels and memory use are chosen by device; leave this out":
@@ -264,36 +285,26 @@ ABSENT: Mapping[str, str] = {
     "the built-in engine batches continuously, with its own cache; leave this out":
         "use_cache cache_implementation use_transformers_continuous_batching use_transformers_paged "
         "transformers_continuous_batching_config",
-    "engine and learner share a GPU without sleeping; leave this out": "vllm_enable_sleep_mode",
     "ports for weight sync are chosen when it starts; leave this out": "vllm_group_port",
     "sampled tokens are never tokenized again; leave this out": "fork_threshold_tokens",
-    "LoRA dropout is not supported; leave this out": "lora_dropout",
+    "pacing.max_lag limits what is sampled in advance; leave this out": "queue_maxsize",
     "workers read tasks one by one, in the order of run.seed; leave this out":
         "data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
         "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy "
         "length_column_name",
     "reward functions get every column; leave this out": "remove_unused_columns",
     "a resumed run continues where its checkpoint was written; leave this out": "ignore_data_skip",
-    "callbacks have no saved state; leave this out": "restore_callback_states_from_checkpoint",
-    "resume with `outpace train --resume RUN`, or Trainer.train(resume=True)": "resume_from_checkpoint",
     "every checkpoint has all that a resume needs, and SIGTERM writes one; leave this out":
         "save_only_model enable_jit_checkpoint",
     "every step is logged to metrics.jsonl in run.dir; leave this out":
-        "logging_steps logging_strategy logging_first_step logging_nan_inf_filter include_num_input_tokens_seen",
-    "rollouts with all rewards are saved in run.dir; leave this out":
-        "log_multimodal log_unique_prompts log_completions_hub_repo",
-    "trackio gets its settings from its environment variables; leave this out":
-        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+        "logging_nan_inf_filter include_num_input_tokens_seen",
+    "rollouts with all rewards are saved in run.dir; leave this out": "log_multimodal log_unique_prompts",
     "set the level of Python's logger `outpace`; leave this out": "log_level debug skip_memory_metrics",
-    "use Trainer(quiet=True); leave this out": "disable_tqdm",
     "evaluation reports rewards only; leave this out":
         "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
-        "include_for_metrics batch_eval_metrics greater_is_better",
-    "call Trainer.train() and Trainer.evaluate(); leave this out": "do_train do_eval do_predict",
-    "export the model with `outpace export` and upload it; leave this out":
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
+        "include_for_metrics batch_eval_metrics",
 }  # fmt: skip
-"""Names of other libraries without an equivalent, by what to do instead."""
+"""The same for names that do not change what is trained, or cannot apply. Compatible trainers accept any value."""
 
 
 def _equivalent(text: str) -> Equivalent:
@@ -304,6 +315,7 @@ def _equivalent(text: str) -> Equivalent:
 EQUIVALENTS: Mapping[str, Equivalent] = {
     **{name: _equivalent(text) for text, names in USE.items() for name in names.split()},
     **{name: Equivalent((), note) for note, names in ABSENT.items() for name in names.split()},
+    **{name: Equivalent((), note, True) for note, names in WITHOUT_EFFECT.items() for name in names.split()},
 }
 """By the name of the other library."""
 

@@ -107,33 +107,14 @@ AS_IN_TRL = frozenset("""
 """.split())
 """Fields that the trainer itself acts on, as TRL does."""
 
-WITHOUT_EFFECT = frozenset("""
-    average_tokens_across_devices label_smoothing_factor label_names tf32 torch_compile torch_compile_backend
-    torch_compile_mode use_liger_kernel liger_kernel_config use_cache torch_empty_cache_steps
-    gradient_checkpointing_kwargs log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
-    log_level_replica debug skip_memory_metrics prediction_loss_only eval_do_concat_batches eval_use_gather_object
-    eval_accumulation_steps include_for_metrics batch_eval_metrics save_only_model save_on_each_node
-    enable_jit_checkpoint ignore_data_skip data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory
-    dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
-    remove_unused_columns train_sampling_strategy length_column_name ddp_find_unused_parameters ddp_bucket_cap_mb
-    ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank disable_dropout
-    ds3_gather_for_generation pad_to_multiple_of cache_implementation use_transformers_continuous_batching
-    transformers_continuous_batching_config use_transformers_paged vllm_group_port entropy_coef_min entropy_coef_max
-    entropy_coef_delta entropy_target log_multimodal log_unique_prompts fork_threshold_tokens queue_maxsize
-""".split())
-"""Fields of which any value is accepted: they do not change what is trained, or cannot apply here."""
-
-
 def treatment(name: str) -> str:
     """Return what happens to a field, for docs/from_trl.md."""
     found = EQUIVALENTS[name]
     reason = found.note.removesuffix("; leave this out")
     if name in AS_IN_TRL:
         return "as in TRL"
-    if name in WITHOUT_EFFECT:
-        return f"no effect: {reason}"
     if not found.settings:
-        return f"refused: {reason}"
+        return f"no effect: {reason}" if found.harmless else f"refused: {reason}"
     return ", ".join(f"`{setting}`" for setting in found.settings) + (f" ({found.note})" if found.note else "")
 
 

@@ -15,10 +15,11 @@ from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
 
-from outpace.compat.trl.config import AS_IN_TRL, WITHOUT_EFFECT, Unset
+from outpace.compat.trl.config import AS_IN_TRL, Unset
 from outpace.config.other_libraries import EQUIVALENTS
 from outpace.config.reporting import TRACKERS
 from outpace.errors import BadInput, one_line
+from outpace.monitoring.transformers_callbacks import Schedule
 
 
 class Refusal(NamedTuple):
@@ -38,28 +39,6 @@ DIRECT = (
     "weight_sync_steps request_timeout heartbeat_stale_after_s"
 ).split()
 """Fields whose values are those of the one setting that replaces them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """The length of a run in TRL's terms, and its batches in ours. A step is one update of the optimizer."""
-
-    groups: int  # in a batch
-    minibatches: int
-    passes: int
-    substeps: int  # forward passes of a step
-    epoch_substeps: int  # forward passes of an epoch
-    max_steps: int
-    epochs: int
-
-    @property
-    def updates(self) -> int:
-        """Steps of a batch."""
-        return self.minibatches * self.passes
-
-    @property
-    def epoch_steps(self) -> int:
-        return math.ceil(self.epoch_substeps / self.substeps)
 
 
 def plain(value: Any) -> Any:
@@ -97,12 +76,13 @@ def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[Refusal]:
     initial = type(args)(output_dir=args.output_dir)
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), getattr(initial, field.name)
-        if field.name in AS_IN_TRL | WITHOUT_EFFECT | known | {"optim", "outpace"} or value in (field.default, default):
+        if field.name in AS_IN_TRL | known | {"optim", "outpace"} or value in (field.default, default):
             continue
-        if field.name not in EQUIVALENTS:
+        found = EQUIVALENTS.get(field.name)
+        if found is None:
             yield Refusal(field.name, "outpace does not know this field of TRL; leave this out")
-        elif not EQUIVALENTS[field.name].settings:
-            yield Refusal(field.name, EQUIVALENTS[field.name].note)
+        elif not found.settings and not found.harmless:
+            yield Refusal(field.name, found.note)
 
 
 def make_schedule(args: Any, rows: int | None) -> Schedule:
