@@ -20,7 +20,7 @@ def puzzles(split, count):
 
 def solved(completions, solutions, **kwargs):
     contents = [completion[0]["content"].strip() for completion in completions]
-    return [float(content in accepted) for content, accepted in zip(contents, solutions)]
+    return [float(content in accepted) for content, accepted in zip(contents, solutions, strict=True)]
 
 
 if __name__ == "__main__":

@@ -185,7 +185,11 @@ class CallbackRunner:
         if self._thread is None or not self.blocking:
             return
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+        except RuntimeError:  # the loop is closed: a callback has failed, and `on_failure` ends the run
+            self.check()
+            raise
         await done.wait()
 
     def check(self) -> None:
