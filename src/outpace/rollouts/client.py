@@ -33,12 +33,11 @@ from outpace.rollouts.conversation import (
     Conversation,
     ConversationIndex,
     ConversationPosition,
-    Digest,
     RequestListener,
     TurnSampler,
-    content_text,
     yield_to_loop,
 )
+from outpace.rollouts.history_digests import Digest, content_text
 from outpace.rollouts.requests import EpisodeRequests, RecordedTurns, ReservedRequest
 from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version

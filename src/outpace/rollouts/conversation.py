@@ -8,9 +8,7 @@ same for agents that send the full history with every request:
 If the agent replaced an answer, or the chat format cannot continue exactly, the whole history is rendered again as the
 start of another trajectory. Both cases count as breaks.
 
-Prefixes are compared by a chain of digests, one per message. Two messages are equal if they have the same meaning:
-tool-call ids, empty fields, white space around an answer, key order in arguments and omitted reasoning do not matter.
-The token ids are always those of the original. Role, tools and `chat_template_kwargs` must be the same.
+Prefixes are compared by digests (`outpace.rollouts.history_digests`). The token ids are always those of the original.
 
 An answer that must call a function starts with tokens that the model does not sample (`outpace.models.call_opening`).
 They are the end of its prompt, so they are not trained, and the answer is parsed together with them.
@@ -18,10 +16,8 @@ They are the end of its prompt, so they are not trained, and the answer is parse
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -31,80 +27,18 @@ from outpace.errors import RequestFailed
 from outpace.models.call_opening import call_opening
 from outpace.models.chat import NO_KWARGS, Bridge, Schema, TemplateKwargs, as_messages
 from outpace.models.chat_format import AnsweredConversation, ChatFormat, placeholder_for
+from outpace.rollouts.history_digests import (
+    Digest,
+    answer_marks,
+    call_digest,
+    exact_digest,
+    extend_digest,
+    prefix_digests,
+)
 from outpace.rollouts.requests import EpisodeRequests, ReservedRequest
 from outpace.rollouts.transcript import OBSERVATION, TrajectoryBuilder, Transcript, Turn
 from outpace.runtime.async_tools import LoopFairness, PerLoop
 from outpace.types import Answer, Generation, Ints, Message, StopReason, Trajectory
-
-Digest = bytes
-
-
-def prefix_digests(
-    role: str, tools: Sequence[Schema], messages: Sequence[Message], template_kwargs: TemplateKwargs = NO_KWARGS
-) -> list[Digest]:
-    """Return, for each message, the digest of the conversation up to and including it."""
-    return list(_chain(_digest(b"", [role, list(tools), dict(template_kwargs)]), messages))
-
-
-def extend_digest(digest: Digest, message: Message) -> Digest:
-    """Return the digest of a conversation extended by `message`."""
-    return _digest(digest, comparable_message(message))
-
-
-def comparable_message(message: Message) -> list[Any]:
-    """Return the content of a message in a form that can be compared."""
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    content = content_text(message.get("content"))
-    role = message.get("role")
-    return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
-
-
-def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
-    """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
-    return tuple(
-        _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
-        for message in messages
-        if message.get("role") == "assistant"
-    )
-
-
-def exact_digest(tools: Sequence[Schema], messages: Sequence[Message], template_kwargs: TemplateKwargs) -> Digest:
-    """Return a digest that is equal only for identical conversations, which are rendered identically."""
-    return _digest(b"exact", [list(tools), list(messages), dict(template_kwargs)])
-
-
-def content_text(content: Any) -> str:
-    """Return the content of a message as text, with its parts concatenated."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
-    return str(content)
-
-
-def _chain(digest: Digest, messages: Sequence[Message]) -> Iterator[Digest]:
-    for message in messages:
-        digest = extend_digest(digest, message)
-        yield digest
-
-
-def _call(call: dict[str, Any]) -> list[Any]:
-    function = call.get("function") or call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return [function.get("name"), arguments]
-    return [function.get("name"), arguments or {}]
-
-
-def _digest(before: Digest, value: Any) -> Digest:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=before).digest()
-
 
 PROMPT = "prompt"
 """Source of the first tokens of a trajectory."""
@@ -188,7 +122,7 @@ class ConversationIndex:
         """Return the first tokens of an answer that must call one of the functions `names`; none without names."""
         if not names:
             return []
-        digest = _digest(b"call", [list(names), list(tools), dict(template_kwargs)])
+        digest = call_digest(names, tools, template_kwargs)
         if digest not in self._openings:
             self._openings[digest] = call_opening(self._chat_format, names, tools, template_kwargs)
         return self._openings[digest]
@@ -307,8 +241,8 @@ class TurnSampler:
     ) -> tuple[Turn, Answer]:
         """Send one request and record its turn.
 
-        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None, and then `forced`:
-        the first tokens of the answer, which are not sampled. `source` names the origin of the observed tokens."""
+        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. At its end are
+        the `forced` first tokens of the answer, which are not sampled. `source` names the origin of the others."""
         source = f"{source}, {FORCED}" if forced else source
         turn, prompt = self.transcript.begin(request.id, role, parent, [*observed, *forced], source)
         if listener is not None:
