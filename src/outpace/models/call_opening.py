@@ -1,14 +1,13 @@
 """Opening tokens of tool calls, for answers that must call a function.
 
 The opening is taken from the model's own chat format: short conversations that end with a call are rendered and
-compared.
+compared. So it consists of the tokens that the model itself would use.
 
     prompt │ <tool_call>{"name": " │ add │ ", │ "arguments": {…
            └── several functions ──┘     │    │
            └────────── one function ─────┴────┘   the token after the name ends it
 
-The opening is rendered in its natural tokens, and nothing that a call may contain is excluded. A format whose calls
-are not parsed back from what it renders is refused.
+A chat format that does not render calls, or does not parse them back, is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def call_opening(
     tools: Sequence[Schema],
     template_kwargs: TemplateKwargs = NO_KWARGS,
 ) -> list[int]:
-    """Return the tokens with which a call of one of these functions starts: with the name if there is only one.
+    """Return the tokens with which a call of one of these functions starts, including the name if there is only one.
 
     Raises `RequestFailed` if the chat format does not show how a call starts."""
     prompt = chat_format.open([_QUESTION], tools, template_kwargs)
@@ -51,12 +50,12 @@ def call_opening(
                 )
             yield answer
 
-    shared = common_prefix([ids for name in dict.fromkeys(names) for ids in renderings(name)])
+    name = names[0]
+    calls = list(renderings(name))
+    of_any_name = common_prefix([*calls, *renderings("y" if name.startswith("x") else "x")])
     if len(set(names)) > 1:
-        return shared
-    other = "x" if not names[0].startswith("x") else "y"
-    before = common_prefix([shared, *renderings(other)])
-    return _with_name(chat_format, shared, len(before), names[0])
+        return of_any_name
+    return _with_name(chat_format, common_prefix(calls), len(of_any_name), name)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> list[int]:

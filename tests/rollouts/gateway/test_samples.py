@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from outpace.errors import RequestFailed
+
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 TEXTS = ["one<|end|>", "two<|end|>", "three<|end|>"]
 
@@ -91,8 +93,6 @@ async def test_text_completions_are_sampled_n_times_too(
 async def test_a_failed_sample_fails_the_request_and_ends_the_others(
     gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
-    from outpace.errors import RequestFailed
-
     engine = typing_engine("one", RequestFailed("logits are not finite"), by_hand=True)
     client = policy(engine)
     endpoint = await gateway.open(client)
@@ -102,3 +102,21 @@ async def test_a_failed_sample_fails_the_request_and_ends_the_others(
         assert response.status == 400
         assert "logits are not finite" in await response.text()
     assert engine.aborted == ["7.0.0"]
+
+
+async def test_an_agent_that_disconnects_aborts_all_samples(
+    gateway: Any, policy: Any, typing_engine: Any, agent_of: Any
+) -> None:
+    engine = typing_engine(*TEXTS, by_hand=True)
+    client = policy(engine)
+    stream = await agent_of(await gateway.open(client)).chat.completions.create(
+        model="m", messages=HI, n=3, stream=True
+    )
+    await engine.write(2)
+    while not (await anext(stream)).choices[0].delta.content:
+        pass
+    await stream.close()
+    await engine.stopped.wait()
+    await gateway.close_session(client)
+    assert sorted(engine.aborted) == ["7.0.0", "7.0.1", "7.0.2"]
+    assert (client.abandoned, client.trajectories()) == (6, [])
