@@ -26,9 +26,11 @@ from outpace.config import Config
 from outpace.errors import ComponentFailed, RequestFailed, one_line
 from outpace.models.chat import Schema, as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.models.frozen import freeze
 from outpace.monitoring.metric_table import current_log
 from outpace.protocols import Engine
 from outpace.rollouts.conversation import (
+    AnsweredChat,
     Conversation,
     ConversationIndex,
     ConversationPosition,
@@ -39,6 +41,7 @@ from outpace.rollouts.conversation import (
     yield_to_loop,
 )
 from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
+from outpace.rollouts.transcript import EpisodePart
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 if TYPE_CHECKING:
@@ -79,14 +82,17 @@ class PolicyClient:
         self.stop_strings = config.rollout.stop
         self.min_version: Version = order.min_version
         self.environment: object | None = None
+        self.attempt = episode
+        self.answered: list[AnsweredChat] | None = None  # if set, `chat` adds every answer to a request made since then
         self._gateway = gateway
         self._log = current_log()
-        self._sampler = TurnSampler(
-            chat_format,
-            config.model.system_prompt,
-            EpisodeRequests(engine, config, order, episode, turns, any_distribution),
-            ConversationIndex(chat_format, {} if openings is None else openings),
-        )
+        self._openings = {} if openings is None else openings
+        self._system = config.model.system_prompt
+        self._begin(EpisodeRequests(engine, config, order, episode, turns, any_distribution))
+
+    def _begin(self, requests: EpisodeRequests) -> None:
+        conversations = ConversationIndex(self.chat_format, self._openings)
+        self._sampler = TurnSampler(self.chat_format, self._system, requests, conversations)
         self._main = Conversation(self._sampler, POLICY)
 
     # --------------------------------------------------------------------------------------------------- sampling
@@ -114,12 +120,16 @@ class PolicyClient:
     ) -> Answer:
         if not messages:
             raise RequestFailed("chat: messages is empty; pass at least one message")
-        request = self._sampler.reserve(overrides)
-        position = await self._locate(role, tools, as_messages(list(messages), self._sampler.system))
-        turn, answer = await self._sampler.sample_turn(
+        sampler, answered = self._sampler, self.answered  # not those after a restart
+        request = sampler.reserve(overrides)
+        kept = None if answered is None else freeze(list(messages))
+        position = await _locate(sampler, role, tools, as_messages(list(messages), sampler.system))
+        turn, answer = await sampler.sample_turn(
             request, position.parent, position.observed, role, tools, listener, position.source
         )
-        self._sampler.conversations.remember(position, turn, answer)
+        sampler.conversations.remember(position, turn, answer)
+        if answered is not None and kept is not None:
+            answered.append(AnsweredChat(kept, answer))
         return answer
 
     async def complete(
@@ -130,20 +140,21 @@ class PolicyClient:
         listener: RequestListener | None = None,
         **overrides: Any,
     ) -> Answer:
-        request = self._sampler.reserve(overrides)
+        sampler = self._sampler
+        request = sampler.reserve(overrides)
         await yield_to_loop()
         if isinstance(prompt, str):
             encode = self.chat_format.encode
             prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= THREAD_RENDER_CHARS else encode(prompt)
         ids = [int(token) for token in prompt]
-        parent, length = self._sampler.transcript.longest_prefix(ids, role)
-        return (await self._sampler.sample_turn(request, parent, ids[length:], role, (), listener))[1]
+        parent, length = sampler.transcript.longest_prefix(ids, role)
+        return (await sampler.sample_turn(request, parent, ids[length:], role, (), listener))[1]
 
-    async def endpoint(self, role: str = POLICY) -> Endpoint:
+    async def endpoint(self, role: str = POLICY, *, key_in_url: bool = False) -> Endpoint:
         self._sampler.requests.check_not_ended()
         if self._gateway is None:
             raise RequestFailed("endpoint: this client has no gateway")
-        return await self._gateway.open(self, role)
+        return await self._gateway.open(self, role, key_in_url)
 
     @property
     def stop(self) -> StopReason:
@@ -171,8 +182,9 @@ class PolicyClient:
         """Return the conversation of `sample` so far."""
         return self._main.trajectory()
 
-    def trajectories(self) -> list[Trajectory]:
-        return self._sampler.transcript.trajectories()
+    def trajectories(self, parts: Sequence[EpisodePart] | None = None) -> list[Trajectory]:
+        transcript = self._sampler.transcript
+        return transcript.trajectories() if parts is None else transcript.split(parts)
 
     # --------------------------------------------------------------------------------------------------- accounting
 
@@ -221,18 +233,32 @@ class PolicyClient:
         await self._sampler.requests.abandon()
         return fatal
 
-    async def _locate(self, role: str, tools: Sequence[Schema], history: list[Message]) -> ConversationPosition:
-        await yield_to_loop()
-        locate = self._sampler.conversations.locate
-        if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
-            return locate(role, tools, history)
-        return await asyncio.to_thread(locate, role, tools, history)
+    async def restart(self) -> ComponentFailed | None:
+        """Begin the episode again: what was sampled so far is counted as abandoned and not trained on. Endpoints are
+        closed. Returns the same as `abandon`."""
+        fatal = None if self._gateway is None else await self._gateway.close_session(self)
+        requests = self._sampler.requests
+        await requests.abort_all()
+        requests.abandoned += self.sampled
+        self.answered = None
+        self._begin(requests)
+        return fatal
 
     def _answered_id(self, request: str | Answer) -> str:
         request_id = request.request_id if isinstance(request, Answer) else request
         if not any(turn.request_id == request_id for turn in self._sampler.transcript.turns):
             raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
+
+
+async def _locate(
+    sampler: TurnSampler, role: str, tools: Sequence[Schema], history: list[Message]
+) -> ConversationPosition:
+    await yield_to_loop()
+    locate = sampler.conversations.locate
+    if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
+        return locate(role, tools, history)
+    return await asyncio.to_thread(locate, role, tools, history)
 
 
 def _finite_reward(value: float) -> float:

@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -51,6 +51,20 @@ def comparable_message(message: Message) -> list[Any]:
     content = content_text(message.get("content"))
     role = message.get("role")
     return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
+
+
+class AnsweredChat(NamedTuple):
+    """A chat request with its answer. The messages are an immutable copy of those that were sent."""
+
+    messages: Sequence[Message]
+    answer: Answer
+
+    def is_recorded_as(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` have the meaning of this request and its answer, whatever tools were offered."""
+        own = [*self.messages, self.answer.message]
+        return len(own) == len(messages) and all(
+            comparable_message(mine) == comparable_message(given) for mine, given in zip(own, messages, strict=True)
+        )
 
 
 def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:

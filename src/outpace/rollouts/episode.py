@@ -27,7 +27,7 @@ import numpy as np
 
 from outpace.algorithms.token_advantages import trajectory_problem, turn_numbers
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
-from outpace.monitoring.metric_table import check_name, full_name, plain_value
+from outpace.monitoring.metric_table import check_name, current_log, full_name, plain_value
 from outpace.protocols import ModelClient, Rollout
 from outpace.runtime import async_tools
 from outpace.runtime.wire import encodable_text
@@ -39,13 +39,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RETRIES = "episode/retries"
+"""Metric: number of further attempts after a rollout raised."""
 
-async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
-    """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+
+async def run_episode(
+    rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float, retries: int = 0
+) -> Episode:
+    """Run the rollout, and up to `retries` times more if it raises. Raises only `ComponentFailed`, `BadInput` and cancellation."""
     fatal: ComponentFailed | BadInput | None
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            returned = await rollout(task, client)
+            returned = await _attempt(rollout, task, client, retries)
     except asyncio.CancelledError:
         await client.abandon()
         raise
@@ -68,6 +73,23 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     return _as_episode(returned, task, client)
 
 
+async def _attempt(rollout: Rollout, task: Task, client: PolicyClient, retries: int) -> object:
+    for _ in range(retries):
+        try:
+            return await rollout(task, client)
+        except ContextFull:
+            raise
+        except Exception as error:  # user code may raise anything
+            if _fatal_error(error):
+                raise
+            log.warning("rollout of task %s failed, trying again", task.id, exc_info=True)
+        if fatal := await client.restart():
+            raise fatal
+        if (reported := current_log()) is not None:
+            reported.add(RETRIES, 1.0)
+    return await rollout(task, client)
+
+
 def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
     """Return a failed episode. It is not trained on; its sampled trajectories are kept for recording."""
     return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
@@ -76,9 +98,18 @@ def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str
 def total_return(episode: Episode) -> float:
     """Return the total reward of an episode for display: its own reward, the turn rewards, and the mean of the
     trajectory rewards."""
-    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
+    own = [reward for _, reward in own_rewards(episode)]
     turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
     return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
+
+
+def own_rewards(episode: Episode) -> list[tuple[str, float]]:
+    """Return role and reward of every attempt within the episode that has its own reward."""
+    attempts: dict[tuple[str, int], float] = {}
+    for index, kept in enumerate(episode.trajectories):
+        if kept.reward is not None:
+            attempts[kept.role, index if kept.attempt is None else -1 - kept.attempt] = kept.reward
+    return [(role, reward) for (role, _), reward in attempts.items()]
 
 
 def has_reward(episode: Episode) -> bool:
