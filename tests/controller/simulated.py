@@ -326,10 +326,12 @@ class Simulation:
         )
         self.components.faults = faults
         self.checker = InvariantChecker(scheduler, trained=scheduler.replay.groups)
-        self._driver = SimulatedDriver(
-            scheduler, self.clock, self.components, [self.checker, Recorder(self.trace, scheduler)]
-        )
+        self._observers: list[SimulationObserver] = [self.checker, Recorder(self.trace, scheduler)]
+        self._driver = SimulatedDriver(scheduler, self.clock, self.components, self._observers)
         self.send_event = self._driver.send_event
+
+    def observe(self, observer: SimulationObserver) -> None:
+        self._observers.append(observer)
 
     def run(self, until: Callable[[Trace], bool] = lambda _: False) -> Trace:
         """Run to the end, or until `until(trace)` is true; call again to continue. Raises `Deadlock` if stuck."""

@@ -204,18 +204,38 @@ async def test_a_reported_error_does_not_affect_the_run_or_the_other_callbacks(
     assert any(names(message, "Failing.on_batch_start 3") for message in messages if message not in tracebacks)
 
 
-async def test_a_callback_can_stop_the_run() -> None:
+async def test_a_callback_can_request_a_stop_a_checkpoint_and_an_evaluation() -> None:
     class Enough(Callback):
         def on_batch_end(self, metrics: Mapping[str, float]) -> None:
-            if metrics["step"] >= 2:
-                self.stop()
+            (self.evaluate, self.save, self.stop)[int(metrics["step"])]()
 
-    stops: list[str] = []
+    requests: list[str] = []
     enough = Enough()
-    runner = CallbackRunner([enough], on_stop=lambda: stops.append("stop"))
-    runner.post("on_batch_end", {"step": 1})
-    runner.post("on_batch_end", {"step": 2})
+    runner = CallbackRunner([enough], on_request=requests.append)
+    for step in range(3):
+        runner.post("on_batch_end", {"step": step})
     await runner.close()
-    assert stops == ["stop"]
+    assert requests == ["evaluate", "save", "stop"]
     enough.stop()
-    assert stops == ["stop"], "the run has ended"
+    assert requests == ["evaluate", "save", "stop"], "the run has ended"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_the_run_waits_for_blocking_callbacks_only(blocking: bool) -> None:
+    released = threading.Event()
+
+    class Waiting(Callback):
+        def on_batch_end(self, metrics: Mapping[str, float]) -> None:
+            released.wait(30)
+
+    callback = Waiting()
+    callback.blocking = blocking
+    runner = CallbackRunner([callback])
+    runner.post("on_batch_end", {"step": 1})
+    handled = asyncio.create_task(runner.handled())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert handled.done() is not blocking
+    released.set()
+    await handled
+    await runner.close()

@@ -78,8 +78,8 @@ def test_functions_with_equal_short_names_are_distinguished_by_reference(here: P
         ("needs.py:f", ("needs.py", "ModuleNotFoundError: No module named 'not_installed_anywhere'")),
         ("needs:f", ("needs", "ModuleNotFoundError: No module named 'not_installed_anywhere'")),
         ("broken.py:f", ("broken.py", "SyntaxError")),
-        (":f", ("':f'", "package.module:function")),
-        ("module:", ("'module:'", "package.module:function")),
+        (":f", ("':f'", "package.module:name")),
+        ("module:", ("'module:'", "package.module:name")),
         (3, ("3", "int")),
     ],
 )

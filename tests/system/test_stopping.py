@@ -187,6 +187,36 @@ def test_a_stopped_run_is_not_treated_as_completed(endless: Settings) -> None:
     assert first.steps < second.steps < ENDLESS
 
 
+def test_what_a_blocking_callback_requests_happens_at_the_step_it_has_seen(endless: Settings) -> None:
+    class Requests(Recorder):
+        blocking = True
+        evaluated: list[int] = []
+
+        def on_batch_end(self, metrics: Mapping[str, float]) -> None:
+            super().on_batch_end(metrics)
+            request = {1: self.evaluate, 2: self.save, 3: self.stop}.get(int(metrics["step"]))
+            time.sleep(0.05)  # long enough for the next batch to be trained
+            if request is not None:
+                request()
+
+        def on_evaluation(self, version: int, metrics: Mapping[str, float]) -> None:
+            self.evaluated.append(version)
+
+    requests = Requests()
+    config = {
+        **endless,
+        "pacing.max_lag": 3,
+        "checkpoint.every": 0,
+        "eval.every": 0,
+        "eval.holdout": 0.1,
+        "eval.count": 2,
+    }
+    summary = api.Trainer(config=config, callbacks=[requests], quiet=True).train()
+    assert summary.steps == 3
+    assert requests.evaluated == [0, 1]
+    assert [step for step, _ in requests.checkpoints] == [2, 3]
+
+
 def test_stop_during_start_up_returns_a_summary_of_no_steps(endless: Settings) -> None:
     trainer = api.Trainer(config=endless, quiet=True)
 

@@ -45,10 +45,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
+from typing import Literal
 
 import msgspec
 
 from outpace.config.algorithm import ReplayConfig
+from outpace.controller.events import CloseBatch, TrainChunk
 from outpace.errors import plural
 from outpace.types import Version
 
@@ -89,6 +91,11 @@ class Batcher:
     def missing(self) -> int:
         """Number of groups the open batch still needs."""
         return self.size - len(self.batch) - len(self.filled)
+
+    @property
+    def started(self) -> bool:
+        """Whether the learner has trained on groups of the open batch."""
+        return self._sent > 0
 
     @property
     def undecided(self) -> bool:
@@ -233,6 +240,45 @@ class Batcher:
         trained, self.batch, self.filled, self._sent = self.batch, [], [], 0
         self.version += 1
         return trained
+
+
+class LearnerCalls:
+    """Orders the learner's calls for the open batch, one at a time: its chunks, replayed groups, the step."""
+
+    def __init__(self, batcher: Batcher, replay: ReplayPool) -> None:
+        self._batcher = batcher
+        self._replay = replay
+        self._call: Literal["chunk", "step"] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return self._call is None
+
+    @property
+    def current(self) -> str | None:
+        """What the learner is doing, to be followed by the number of the batch; None if it is idle."""
+        steps = {"chunk": "training a chunk of batch", "step": "taking the optimizer step of batch"}
+        return None if self._call is None else steps[self._call]
+
+    def next(self, complete: bool) -> TrainChunk | CloseBatch | None:
+        """Return the call to make now, if any. `complete`: the batch gets no more groups."""
+        batch, version = self._batcher.batch, self._batcher.version
+        if not self.idle or not batch:
+            return None
+        if chunk := self._batcher.next_chunk(complete):
+            self._call = "chunk"
+            return TrainChunk(version, chunk)
+        if not complete:
+            return None
+        if self._replay.chosen is None and (replayed := self._replay.choose(len(self._batcher.filled))):
+            self._call = "chunk"
+            return TrainChunk(version, replayed, replayed=True)
+        self._call = "step"
+        return CloseBatch(version, tuple(batch), self._replay.chosen or ())
+
+    def done(self, call: Literal["chunk", "step"]) -> None:
+        assert self._call == call
+        self._call = None
 
 
 class ReplayEntry(msgspec.Struct):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, Literal
 
 from outpace.config import Config
 from outpace.controller import events as ev
@@ -161,10 +161,10 @@ class Driver:
         if self._feed is not None:
             self._spawn(self._feed.run())
         try:
-            self._handle(ev.RunStarted(served))
+            await self._handle(ev.RunStarted(served))
             diagnostics.crash_point("controller.started")
             while self._finish is None:
-                self._handle(await self._next())
+                await self._handle(await self._next())
             await self._complete()
         finally:
             await self._cancel_tasks()
@@ -176,12 +176,18 @@ class Driver:
         """Request a stop after the current step."""
         self._queue.put_nowait(ev.StopRequested())
 
+    def request(self, request: Literal["save", "evaluate"]) -> None:
+        """Request a checkpoint or an evaluation after the current step."""
+        self._queue.put_nowait(ev.Requested("checkpoint" if request == "save" else "evaluation"))
+
     # ------------------------------------------------------------------------------------------------ the loop
 
-    def _handle(self, event: ev.Event) -> None:
+    async def _handle(self, event: ev.Event) -> None:
         self._registry.record(event, self._scheduler.version)
         for action in self._scheduler.handle(event):
             self._carry_out(action)
+            if isinstance(action, ev.PolicyUpdated):
+                await self._recorder.callbacks.handled()  # before the groups that the new version admits
         if isinstance(event, ev.EvaluationDone):
             self._training.evaluated()
         if self._feed is not None:

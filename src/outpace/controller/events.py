@@ -7,6 +7,7 @@ simulator (virtual clock, modelled components) carries the actions out and repor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from outpace.types import GroupOrder, Outcome, Version
 
@@ -113,6 +114,21 @@ class TasksAdded:
 
 
 @dataclass(frozen=True)
+class Confirmed:
+    """The callbacks of this step, or of its checkpoint, have returned. Only in runs with `confirm`."""
+
+    kind: Literal["step", "checkpoint"]
+    version: Version
+
+
+@dataclass(frozen=True)
+class Requested:
+    """A callback requested a checkpoint or an evaluation after the current step."""
+
+    kind: Literal["checkpoint", "evaluation"]
+
+
+@dataclass(frozen=True)
 class StopRequested:
     """A stop was requested: admit nothing more, complete the current step, then finish."""
 
@@ -131,6 +147,8 @@ Event = (
     | EngineLeft
     | EvaluationDone
     | TasksAdded
+    | Confirmed
+    | Requested
     | StopRequested
 )
 

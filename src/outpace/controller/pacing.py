@@ -124,6 +124,7 @@ class SchedulerSettings:
     replay: ReplayConfig | None = None  # None: no group is trained twice
     reroll: RerollConfig | None = None  # None: no visit is repeated because its task was not solved
     streamed: bool = False  # tasks arrive during the run, as `TasksAdded`
+    confirm: bool = False  # callbacks confirm each step before the next batch is trained
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 
     @classmethod
@@ -189,6 +190,36 @@ class SchedulerSettings:
             or self.is_evaluated(version)
             or (self.deterministic and self.is_checkpointed(version))
         )
+
+
+class StepGate:
+    """Decides whether the next batch may be trained: with `confirm`, not before callbacks have seen the last step and
+    its checkpoint. Keeps what callbacks requested meanwhile."""
+
+    def __init__(self, confirm: bool) -> None:
+        self._confirm = confirm
+        self._unconfirmed: list[tuple[str, Version]] = []  # a version may have two checkpoints
+        self.requests: set[Literal["checkpoint", "evaluation"]] = set()
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._unconfirmed)
+
+    def wait_for(self, kind: Literal["step", "checkpoint"], version: Version) -> None:
+        if self._confirm:
+            self._unconfirmed.append((kind, version))
+
+    def confirm(self, kind: Literal["step", "checkpoint"], version: Version) -> None:
+        self._unconfirmed.remove((kind, version))
+
+    def take(self, kind: Literal["checkpoint", "evaluation"]) -> bool:
+        """Return whether this was requested, and forget the request."""
+        requested = kind in self.requests
+        self.requests.discard(kind)
+        return requested
+
+    def waiting_for(self) -> list[str]:
+        return [f"{kind} {version}" for kind, version in self._unconfirmed]
 
 
 @dataclass(frozen=True)
@@ -258,6 +289,11 @@ class Pacing:
         if load.tasks_left is not None:
             limits["epochs"] = load.tasks_left
         return limits
+
+    def needs_tasks(self, load: PipelineLoad) -> bool:
+        """Return whether the remaining steps need more visits than are left."""
+        steps = self.limits(load).get("steps")
+        return steps is None or steps > (load.tasks_left or 0)
 
     def limited_by(self, load: PipelineLoad) -> str:
         """Return the rule that admits no more groups now, or ""."""

@@ -152,6 +152,7 @@ class PolicyVersions:
             self._recorder.console.status(f"cannot save the completions of version {action.version}: {error.strerror}")
         self._recorder.evaluated(result)
         diagnostics.crash_point("controller.evaluated")
+        await self._recorder.callbacks.handled()
         self._post(ev.EvaluationDone(action.version))
 
     async def _evaluate_pinned(self, manifest: Manifest) -> Evaluation:

@@ -19,6 +19,8 @@ What waits for what
 - the learner: it runs one call at a time, in the order given (ChunkTrained, BatchTrained). Publish and Checkpoint need
   no wait: whatever is ordered after them runs after them;
 - an engine: nothing, except for its running groups when draining or in deterministic mode;
+- with `confirm`, the first chunk of a batch: the callbacks of the step before (Confirmed), of its evaluation
+  (EvaluationDone) and of its checkpoint;
 - an evaluation: its version to be published and the running evaluation to finish (EvaluationDone);
 - the end of the run: the learner, publications and evaluations. A requested stop does not wait for evaluations.
 
@@ -27,15 +29,13 @@ Every event re-evaluates everything in a fixed order, so no wakeup can be missed
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from outpace.controller import events as ev
-from outpace.controller.batcher import Batcher, ReplayPool
+from outpace.controller.batcher import Batcher, LearnerCalls, ReplayPool
 from outpace.controller.curriculum import Curriculum, RerollQueue
 from outpace.controller.ledger import FinalOutcome, Ledger, OutcomeRecords
-from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings, TaskDemand
+from outpace.controller.pacing import Governor, Pacing, PipelineLoad, SchedulerSettings, StepGate, TaskDemand
 from outpace.controller.recovery import NO_RECOVERED_WORK, RecoveredWork, SchedulerState, group_closed_event
 from outpace.controller.weight_publisher import EvaluationQueue, WeightPublisher
 from outpace.errors import plural
@@ -87,8 +87,9 @@ class Scheduler:
         self._evaluations = EvaluationQueue(settings.deterministic, evaluated)
         self._evaluated = evaluated
         self._announced = state.version  # newest version that every serving engine has reached
-        self._learner: Literal["idle", "chunk", "step"] = "idle"
+        self._learner = LearnerCalls(self._batcher, self.replay)
         self._publishing: set[Version] = set()
+        self._gate = StepGate(settings.confirm)
         self._started = self._stopping = self._finished = False
         self._records = OutcomeRecords(settings.deterministic, self._ledger.finalized)
         self._actions: list[ev.Action] = []
@@ -160,17 +161,10 @@ class Scheduler:
 
     @property
     def demand(self) -> TaskDemand:
-        starved = self._started and self._ledger.left == 0 and not self.running and self._learner == "idle"
+        starved = self._started and self._ledger.left == 0 and not self.running and self._learner.idle
         on_policy = not self._publishing and self._publisher.all_newest
-        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy, self._needs_tasks)
-
-    @property
-    def _needs_tasks(self) -> bool:
-        steps = self.settings.steps
-        if steps is None:
-            return True
-        missing = (steps - self.version) * self.settings.groups_per_step - self._batcher.outstanding
-        return missing > (self._ledger.left or 0)
+        needed = self._pacing.needs_tasks(self._load)
+        return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy, needed)
 
     @property
     def _oldest_serving(self) -> Version:
@@ -213,8 +207,8 @@ class Scheduler:
             case ev.GroupClosed():
                 self._group_closed(event)
             case ev.ChunkTrained(version):
-                assert (self._learner, version) == ("chunk", self.version)
-                self._learner = "idle"
+                assert version == self.version
+                self._learner.done("chunk")
             case ev.BatchTrained():
                 self._batch_trained(event)
             case ev.Published(version):
@@ -225,6 +219,10 @@ class Scheduler:
                 self._evaluations.done(version)
             case ev.TasksAdded(total, ended):
                 self._ledger.extend(total, ended)
+            case ev.Confirmed(kind, version):
+                self._gate.confirm(kind, version)
+            case ev.Requested(kind):
+                self._gate.requests.add(kind)
             case ev.StopRequested():
                 self._stopping = True
             case _:
@@ -266,8 +264,8 @@ class Scheduler:
 
     def _batch_trained(self, event: ev.BatchTrained) -> None:
         version = event.version
-        assert (self._learner, version) == ("step", self.version + 1)
-        self._learner = "idle"
+        assert version == self.version + 1
+        self._learner.done("step")
         last_group, trained = self._batcher.last_group, self._batcher.close()
         self._update_governor(event, oldest_group=min(trained))
         self._difficulty.batch_trained(version, last_group)
@@ -279,6 +277,7 @@ class Scheduler:
             self._finalize_group(group, "trained")
         self.version = version
         self._actions += self._records.step(version, last_group, self._ledger.finalized)
+        self._gate.wait_for("step", version)
         if not self.outstanding and self.settings.is_boundary(version) and self._records.complete:
             self._exact_state = self._state()
         if self._stopping:
@@ -316,8 +315,9 @@ class Scheduler:
     def _advance(self) -> None:
         self._fill_batch()
         self._admit()
+        self._meet_requests()
         self._feed_learner()
-        if self._training_done:
+        if self._training_done and not self._gate.closed:
             self._finish_training()
         awaited = self._publisher.stale or not self.settings.eval_pinned
         if not self._training_done or (awaited and not self._evaluations.idle):
@@ -328,8 +328,19 @@ class Scheduler:
             self._actions.extend(ev.LoadWeights(engine, version) for engine, version in loads)
         if (version := self._evaluations.next()) is not None:
             self._actions.append(ev.Evaluate(version))
-        if self._training_done and self._learner == "idle" and not self._publishing and self._evaluations.idle:
+        busy = not self._learner.idle or self._publishing or self._gate.closed or not self._evaluations.idle
+        if self._training_done and not busy:
             self._finish("done")
+
+    def _meet_requests(self) -> None:
+        """Order the checkpoint and the evaluation that were requested, once the learner is between two steps."""
+        if not self._learner.idle or self._batcher.started:
+            return
+        if self._gate.take("evaluation") and self.settings.eval_enabled:
+            self._evaluations.request(self.version, published=self._publish_newest())
+        exact = not self.settings.deterministic or self.settings.is_boundary(self.version)
+        if exact and self._gate.take("checkpoint"):  # without `exact`, wait: a resume from this step would differ
+            self._checkpoint()
 
     def _fill_batch(self) -> None:
         self._batcher.fill()
@@ -382,9 +393,8 @@ class Scheduler:
             self._actions.append(self._groups[group])
 
     def _min_version(self, position: int) -> tuple[Version, bool]:
-        """Return the minimum version for this visit, and whether an earlier start recorded completions for it.
-
-        Recorded completions keep the minimum version they were sampled under if that leaves the group enough time."""
+        """Return the minimum version for this visit, and whether an earlier start recorded completions for it. Those
+        keep the minimum version they were sampled under if that leaves the group enough time."""
         newest = self._oldest_serving
         min_version = self._recorded_versions.pop(position, None)
         if min_version is None:
@@ -405,25 +415,20 @@ class Scheduler:
         return None
 
     def _feed_learner(self) -> None:
-        if self._learner != "idle" or not self._batcher.batch:
+        awaited = self._gate.closed or (self.settings.confirm and not self._evaluations.idle)
+        if awaited and not self._batcher.started:
             return
         # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
         last = self._ledger.exhausted and self.running + self.finished == len(self._batcher.batch)
-        complete = not self._batcher.missing or last
-        if chunk := self._batcher.next_chunk(complete):
-            self._learner = "chunk"
-            self._actions.append(ev.TrainChunk(self.version, chunk))
-        elif complete:
-            self._complete_batch()
+        if (call := self._learner.next(complete=not self._batcher.missing or last)) is not None:
+            self._actions.append(call)
 
-    def _complete_batch(self) -> None:
-        """Order the replayed chunk, then the optimizer step: the batch's own groups are trained."""
-        if self.replay.chosen is None and (replayed := self.replay.choose(len(self._batcher.filled))):
-            self._learner = "chunk"
-            self._actions.append(ev.TrainChunk(self.version, replayed, replayed=True))
-            return
-        self._learner = "step"
-        self._actions.append(ev.CloseBatch(self.version, tuple(self._batcher.batch), self.replay.chosen or ()))
+    def _publish_newest(self) -> bool:
+        """Return whether the newest version is published, and order that if it was not."""
+        published = self._publisher.newest == self.version
+        if not published and self.version not in self._publishing:
+            self._publish()
+        return published
 
     def _publish(self) -> None:
         leased = self._publisher.leases() | self._evaluations.leases() | self._publishing
@@ -431,10 +436,9 @@ class Scheduler:
         self._actions.append(ev.Publish(self.version, tuple(sorted(leased))))
 
     def _checkpoint(self) -> None:
-        """Order a checkpoint, unless the newest one ordered has the same state.
-
-        In deterministic mode, a stop between two periodic checkpoints can be resumed exactly only if the last step left
-        nothing outstanding. Otherwise the newest checkpoint stands and later work is redone."""
+        """Order a checkpoint, unless the newest one ordered has the same state. In deterministic mode, a stop
+        between two periodic checkpoints can be resumed exactly only if the last step left nothing outstanding.
+        Otherwise the newest checkpoint stands and later work is redone."""
         state = self._state()
         if self.settings.deterministic and self._stopping and not self._training_done:
             state = self._exact_state
@@ -444,20 +448,19 @@ class Scheduler:
             self._actions += self._records.between(self.version, self._ledger.finalized)
         if state != self._last_checkpoint:
             self._last_checkpoint = state
+            self._gate.wait_for("checkpoint", self.version)
             self._actions.append(ev.Checkpoint(self.version, msgspec.to_builtins(state, str_keys=True)))
 
     def _finish_training(self) -> None:
         """Publish, checkpoint and evaluate the final version. The checkpoint does not wait for the evaluation."""
-        published = self._publisher.newest == self.version
-        if not published and self.version not in self._publishing:
-            self._publish()
+        published = self._publish_newest()
         self._checkpoint()
         if self.settings.eval_enabled:
             self._evaluations.request(self.version, published)
 
     def _stop(self) -> None:
         """Stop once the learner is idle. The open batch is abandoned; its visits stay open for a resume."""
-        if self._learner == "idle" and not self._publishing:
+        if self._learner.idle and not self._publishing:
             self._checkpoint()
             self._finish("stopped")
 
@@ -473,16 +476,15 @@ class Scheduler:
             return "the components have not started"
         reasons = [self._learner_state(), *self._admission_state()]
         reasons += [f"learner is publishing version {version}" for version in sorted(self._publishing)]
+        reasons += [f"callbacks of {name} have not returned" for name in self._gate.waiting_for()]
         reasons += [f"engine {name} is loading version {load}" for name, load in self._publisher.loading.items()]
         if self._evaluations.current is not None:
             reasons.append(f"version {self._evaluations.current} is being evaluated")
         return "; ".join(reasons)
 
     def _learner_state(self) -> str:
-        if self._learner == "chunk":
-            return f"learner is training a chunk of batch {self.version}"
-        if self._learner == "step":
-            return f"learner is taking the optimizer step of batch {self.version}"
+        if self._learner.current is not None:
+            return f"learner is {self._learner.current} {self.version}"
         if self._training_done:
             return "training is over"
         return f"learner waits for {self._batcher.waiting_for()}"

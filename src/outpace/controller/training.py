@@ -112,6 +112,9 @@ class Training:
             self._recorder.step_done(trained, engines, learner, self._scheduler, finalized, account.finalized)
             # Inside the lock: a checkpoint of this step must not release the journal before it is read.
             await self._groups.record_rollouts(account.version, trained.groups)
+        if self._scheduler.settings.confirm:
+            await self._recorder.callbacks.handled()
+            self._post(ev.Confirmed("step", account.version))
         diagnostics.crash_point("controller.step_recorded")
 
     async def _engine_stats(self) -> dict[str, EngineStats]:
@@ -123,6 +126,12 @@ class Training:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     async def checkpoint(self, action: ev.Checkpoint, mark: CheckpointMark) -> None:
+        await self._checkpoint(action, mark)
+        if self._scheduler.settings.confirm:
+            await self._recorder.callbacks.handled()
+            self._post(ev.Confirmed("checkpoint", action.version))
+
+    async def _checkpoint(self, action: ev.Checkpoint, mark: CheckpointMark) -> None:
         diagnostics.crash_point("controller.checkpoint_ordered")
         rng = asyncio.ensure_future(self._rng())  # start now; the learner must not wait for it
         try:

@@ -1,7 +1,8 @@
 """User callbacks.
 
 Callbacks run sequentially, in event order, on a dedicated thread with its own event loop: they may block or await
-without delaying the run.
+without delaying the run. With a `blocking` callback the run waits: no batch is trained before the callbacks of the step
+before it, and of its evaluation and checkpoint, have returned, and no group is admitted before `on_policy_updated` has.
 
 An exception in a callback ends the run. It is passed to `on_failure` immediately and raised by `check` and `close` as
 ComponentFailed with the callback's traceback; no further callback is called. With `errors="report"` the exception is
@@ -45,6 +46,8 @@ Event = Literal[
 MAX_BEHIND = 100_000
 """Maximum number of queued events. The run fails beyond it, since the queue would grow without bound."""
 
+Request = Literal["stop", "save", "evaluate"]
+
 POLL_S = 0.02
 """Polling interval while waiting for callbacks at the end of a run."""
 NOTICE_S = 30.0
@@ -54,13 +57,28 @@ NOTICE_S = 30.0
 class Callback:
     """Base class for callbacks. Override any `on_` method, as a plain function or a coroutine."""
 
-    _request_stop: Callable[[], object] | None = None
+    blocking = False
+    """Whether the run waits for this callback before it trains on. What `stop`, `save` and `evaluate` request then
+    happens right after the step that the callback has seen, not a step or two later."""
+
+    _request: Callable[[Request], object] | None = None
     _metric_log: MetricLog | None = None
 
     def stop(self) -> None:
         """End the run after the current step and save a checkpoint; `train()` returns the summary."""
-        if self._request_stop is not None:
-            self._request_stop()
+        self._ask("stop")
+
+    def save(self) -> None:
+        """Save a checkpoint after the current step."""
+        self._ask("save")
+
+    def evaluate(self) -> None:
+        """Evaluate the policy after the current step. Does nothing in a run without held-out tasks."""
+        self._ask("evaluate")
+
+    def _ask(self, request: Request) -> None:
+        if self._request is not None:
+            self._request(request)
 
     def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
         """Report a value of a metric; it is in the record of the next step. May be called on any thread."""
@@ -104,7 +122,7 @@ class DataProducerCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a run in this process: the producer's process gets a copy."""
-        return {name: value for name, value in vars(self).items() if name not in ("_request_stop", "_metric_log")}
+        return {name: value for name, value in vars(self).items() if name not in ("_request", "_metric_log")}
 
     def on_rollout_end(self, *args: Any, **kwargs: Any) -> Any:
         """The hook of the producer. The event of this name is not sent to a producer."""
@@ -117,14 +135,15 @@ class CallbackRunner:
         self,
         callbacks: Sequence[Callback],
         on_failure: Callable[[ComponentFailed], object] | None = None,
-        on_stop: Callable[[], object] | None = None,
+        on_request: Callable[[Request], object] | None = None,
         errors: Literal["raise", "report"] = "raise",
     ) -> None:
-        """`on_failure`, and `on_stop` after `Callback.stop()`, are called on the callback thread."""
+        """`on_failure`, and `on_request` after `Callback.stop()`, `save()` or `evaluate()`, are called on the callback
+        thread, or on that of the request."""
         self._callbacks = list(callbacks)
         self.log = MetricLog()
         for callback in self._callbacks:
-            callback._request_stop = on_stop
+            callback._request = on_request
             callback._metric_log = self.log
         self._on_failure = on_failure
         self._errors = errors
@@ -135,7 +154,7 @@ class CallbackRunner:
         self._current = ""
         self._ready = threading.Event()
         self._loop: asyncio.AbstractEventLoop
-        self._queue: asyncio.Queue[tuple[Event, tuple[Any, ...]] | None]
+        self._queue: asyncio.Queue[tuple[Event, tuple[Any, ...]] | Callable[[], object] | None]
         self._thread: threading.Thread | None = None
         if self._callbacks:
             # Daemon thread: user code that never returns must not keep the process alive.
@@ -155,6 +174,20 @@ class CallbackRunner:
             return
         self._loop.call_soon_threadsafe(self._queue.put_nowait, (event, args))
 
+    @property
+    def blocking(self) -> bool:
+        """Whether the run waits for callbacks."""
+        return any(callback.blocking for callback in self._callbacks)
+
+    async def handled(self) -> None:
+        """If there is a blocking callback, wait until all events posted so far are handled. Does not return if a
+        callback fails meanwhile: `on_failure` ends the run."""
+        if self._thread is None or not self.blocking:
+            return
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+        await done.wait()
+
     def check(self) -> None:
         """Raise if a callback has failed."""
         if self._failure is not None:
@@ -171,7 +204,7 @@ class CallbackRunner:
                 if count > 1:
                     logger.error("callback %s raised %d exceptions in total", name, count)
         for callback in self._callbacks:
-            callback._request_stop = callback._metric_log = None
+            callback._request = callback._metric_log = None
         self.check()
 
     async def _wait_for_thread(self, thread: threading.Thread, timeout_s: float) -> None:
@@ -200,6 +233,9 @@ class CallbackRunner:
         self._queue = asyncio.Queue()
         self._ready.set()
         while self._failure is None and (item := await self._queue.get()) is not None:
+            if callable(item):
+                item()
+                continue
             await self._call(*item)
             with self._lock:
                 self._behind -= 1

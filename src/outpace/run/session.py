@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,7 +35,7 @@ from outpace.hardware.cores import countable_cores
 from outpace.hardware.memory import memory_warnings
 from outpace.hardware.placement import placement_of
 from outpace.models.loading import resolve_model
-from outpace.monitoring.callbacks import CallbackRunner
+from outpace.monitoring.callbacks import CallbackRunner, Request
 from outpace.monitoring.console import EngineLogWatcher, ProgressConsole
 from outpace.monitoring.run_directory import RunLog
 from outpace.monitoring.summary import STOPPED, Summary
@@ -90,11 +91,17 @@ class RunSession:
         if self._driver is not None:
             self._driver.stop()
 
+    def _requested(self, request: Request) -> None:
+        if request == "stop":
+            self.stop()
+        elif self._driver is not None:
+            self._driver.request(request)
+
     async def run(self) -> Summary:
         callbacks = CallbackRunner(
             self._plan.callbacks,
             on_failure=lambda _: self._loop.call_soon_threadsafe(self.stop),
-            on_stop=lambda: self._loop.call_soon_threadsafe(self.stop),
+            on_request=lambda request: self._loop.call_soon_threadsafe(self._requested, request),
             errors=self._config.run.callback_errors,
         )
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
@@ -179,6 +186,7 @@ class RunSession:
     async def _drive(self, recorder: Recorder) -> str:
         count, streamed = self._plan.tasks.count, self._plan.streamed
         settings = scheduler_settings(self._config, count, bool(self._plan.eval_counts), streamed)
+        settings = replace(settings, confirm=recorder.callbacks.blocking)
         order = TaskOrder(count, self._config.run.seed, self._config.tasks.shuffle and not streamed)
         await self._unless_stopped(check_trackers(self._config, self._log.dir))
         resume_point = await asyncio.to_thread(self._resume_point, settings, order)
