@@ -1,7 +1,7 @@
 """Messages that cannot be changed, so that what was recorded stays what was sent.
 
-    freeze(messages)   an immutable copy, at every depth
-    thaw(messages)     a copy of ordinary lists and dicts
+freeze(messages)   an immutable copy, at every depth
+thaw(messages)     a copy of ordinary lists and dicts
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class FrozenDict(dict[Any, Any]):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("a recorded message cannot be changed; change a copy")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)

@@ -67,6 +67,21 @@ class AnsweredChat(NamedTuple):
         )
 
 
+def match_answers(
+    answered: Sequence[AnsweredChat], recorded: Sequence[tuple[str, Sequence[Message]]]
+) -> list[AnsweredChat | None]:
+    """Return the request of each recorded answer, which is given by a request id, or else by its messages: those of the
+    request and the answer. Every request is returned once; None: there is no such request left."""
+    left = {each.answer.request_id: each for each in answered}
+    by_id = [left.pop(request_id, None) for request_id, _ in recorded]
+    found: list[AnsweredChat | None] = []
+    for known, (_, messages) in zip(by_id, recorded, strict=True):
+        alike = (request_id for request_id, each in left.items() if known is None and each.is_recorded_as(messages))
+        request_id = next(alike, None)
+        found.append(known if request_id is None else left.pop(request_id))
+    return found
+
+
 def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
     """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
     return tuple(

@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -35,18 +35,23 @@ from outpace.types import Episode, Message, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from outpace.rollouts.client import PolicyClient
+    from outpace.rollouts.transcript import EpisodePart
 
 
 log = logging.getLogger(__name__)
 
 RETRIES = "episode/retries"
 """Metric: number of further attempts after a rollout raised."""
+EMPTY = "episode/empty"
+"""Metric: number of attempts without an answer to train on."""
 
 
 async def run_episode(
     rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float, retries: int = 0
 ) -> Episode:
-    """Run the rollout, and up to `retries` times more if it raises. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+    """Run the rollout, and up to `retries` times more if it raises.
+
+    Raises only `ComponentFailed`, `BadInput` and cancellation."""
     fatal: ComponentFailed | BadInput | None
     try:
         async with asyncio.timeout(timeout_s) as limit:
@@ -93,6 +98,22 @@ async def _attempt(rollout: Rollout, task: Task, client: PolicyClient, retries: 
 def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
     """Return a failed episode. It is not trained on; its sampled trajectories are kept for recording."""
     return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
+
+
+def episode_of_parts(
+    client: PolicyClient, parts: Sequence[EpisodePart], stop: str, metrics: Mapping[str, float]
+) -> Episode:
+    """Return the episode that consists of these parts of what the client sampled, each with its own role and reward. It
+    is a failed one if there is no part, or if a part names a request that was not answered."""
+    requests = [request for part in parts for request in part.requests]
+    if not requests:
+        if (reported := current_log()) is not None:
+            reported.add(EMPTY, 1.0)
+        return failed_episode(client, "the rollout returned no answer to train on", stop="empty")
+    try:
+        return Episode(client.trajectories(parts), stop=stop, metrics=dict(metrics), requests=requests)
+    except ValueError as error:
+        return failed_episode(client, str(error))
 
 
 def total_return(episode: Episode) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from outpace.models.frozen import freeze
 from outpace.types import Answer
 
 UNNAMED = "default_traj_name"
+__all__ = [
+    "Action", "AgentConfig", "Episode", "EvalOutput", "ModelOutput", "RewardOutput", "Signal", "Step", "Task",
+    "TerminationEvent", "TerminationReason", "Trajectory", "TrajectoryGroup",
+]  # fmt: skip
 
 
 class TerminationReason(Enum):
@@ -33,28 +38,18 @@ class TerminationEvent(Exception):
         self.reason = reason
 
 
-def _new_id() -> str:
-    return str(uuid.uuid4())
+class Task(dict[str, Any]):
+    """A row of the dataset, which is also its `metadata`."""
 
+    def __init__(
+        self, id: str, instruction: Any, metadata: Any = (), dataset_dir: Path = Path(), sub_dir: Path | None = None
+    ) -> None:
+        super().__init__(metadata)
+        self.id, self.instruction, self.dataset_dir, self.sub_dir = id, instruction, dataset_dir, sub_dir
 
-@dataclass
-class Task:
-    """Evaluators may use it like the row of the dataset: `task["target"]` is `task.metadata["target"]`."""
-
-    id: str
-    instruction: str | list[dict[str, Any]]
-    metadata: dict[str, Any] = field(default_factory=dict)
-    dataset_dir: Path = field(default_factory=Path)
-    sub_dir: Path | None = None
-
-    def __getitem__(self, column: str) -> Any:
-        return self.metadata[column]
-
-    def __contains__(self, column: object) -> bool:
-        return column in self.metadata
-
-    def get(self, column: str, default: Any = None) -> Any:
-        return self.metadata.get(column, default)
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self
 
 
 @dataclass
@@ -91,20 +86,11 @@ class ModelOutput:
 
     @classmethod
     def of(cls, answer: Answer) -> ModelOutput:
-        return cls(
-            text=answer.text,
-            content=answer.content,
-            reasoning=answer.reasoning,
-            tool_calls=list(answer.calls),
-            prompt_ids=answer.prompt_ids.tolist(),
-            completion_ids=answer.tokens.tolist(),
-            logprobs=answer.logprobs.tolist(),
-            prompt_length=answer.prompt_tokens,
-            completion_length=len(answer.tokens),
-            finish_reason="stop" if answer.stop == "stop" else "length",
-            weight_version=int(answer.versions.min()) if len(answer.versions) else None,
-            request_id=answer.request_id,
-        )
+        ids, logprobs, prompt = answer.tokens.tolist(), answer.logprobs.tolist(), answer.prompt_ids.tolist()
+        texts = answer.text, answer.content, answer.reasoning, list(answer.calls)
+        finish = "stop" if answer.stop == "stop" else "length"
+        version = int(answer.versions.min()) if ids else None
+        return cls(*texts, prompt, ids, logprobs, len(prompt), len(ids), finish, version, answer.request_id)
 
 
 @dataclass
@@ -119,9 +105,12 @@ class _Record:
         return asdict(self, dict_factory=lambda pairs: {k: v.value if isinstance(v, Enum) else v for k, v in pairs})
 
 
+_new_id = partial(field, default_factory=lambda: str(uuid.uuid4()))
+
+
 @dataclass
 class Step(_Record):
-    id: str = field(default_factory=_new_id)
+    id: str = _new_id()
     input: Any = None
     output: Any = None
     action: Any = None
@@ -143,29 +132,23 @@ class Step(_Record):
         super().__setattr__(name, freeze(value) if name == "chat_completions" else value)
 
     def __post_init__(self) -> None:
-        if (output := self.model_output) is None:
-            return
-        self.id = output.request_id or self.id
-        self.prompt_ids = self.prompt_ids or list(output.prompt_ids or [])
-        self.response_ids = self.response_ids or list(output.completion_ids or [])
-        self.logprobs = self.logprobs or list(output.logprobs or [])
-        self.weight_version = output.weight_version
+        if (output := self.model_output) is not None:
+            self.id, self.weight_version = output.request_id or self.id, output.weight_version
+            self.prompt_ids = self.prompt_ids or list(output.prompt_ids or [])
+            self.response_ids = self.response_ids or list(output.completion_ids or [])
+            self.logprobs = self.logprobs or list(output.logprobs or [])
+            self.model_response = self.model_response or output.content or ""
+            self.thought = self.thought or output.reasoning or ""
 
     @classmethod
     def from_model_output(cls, model_output: ModelOutput, messages: Any = None, action: Any = None) -> Step:
         answer = {"role": "assistant", "content": model_output.content, "reasoning": model_output.reasoning}
-        return cls(
-            chat_completions=[*(messages or []), answer],
-            thought=model_output.reasoning or "",
-            action=action,
-            model_response=model_output.content or "",
-            model_output=model_output,
-        )
+        return cls(chat_completions=[*(messages or ()), answer], action=action, model_output=model_output)
 
 
 @dataclass
 class Trajectory(_Record):
-    uid: str = field(default_factory=_new_id)
+    uid: str = _new_id()
     name: str = UNNAMED
     task: Any = None
     steps: list[Step] = field(default_factory=list)
@@ -174,14 +157,10 @@ class Trajectory(_Record):
     output: Any = None
     signals: dict[str, float] = field(default_factory=dict)
 
-    def is_cumulative(self) -> bool:
-        chats = [step.chat_completions for step in self.steps]
-        return all(after[: len(before)] == before for before, after in zip(chats, chats[1:], strict=False))
-
 
 @dataclass
 class Episode(_Record):
-    id: str = field(default_factory=_new_id)
+    id: str = _new_id()
     task: Any = None
     termination_reason: TerminationReason | None = None
     is_correct: bool = False
@@ -194,10 +173,6 @@ class Episode(_Record):
     def task_id(self) -> str:
         return self.id.rpartition(":")[0] or self.id
 
-    @property
-    def rollout_idx(self) -> str:
-        return self.id.rpartition(":")[2]
-
 
 @dataclass
 class TrajectoryGroup:
@@ -207,14 +182,6 @@ class TrajectoryGroup:
     group_id: str = ""
     metadata: list[dict[str, Any]] = field(default_factory=list)
     weight_version: int = 0
-
-    @property
-    def group_role(self) -> str:
-        return self.group_id.rpartition(":")[2] if ":" in self.group_id[:-1] else "all_groups"
-
-    @property
-    def task_id(self) -> str:
-        return self.group_id.rpartition(":")[0] or self.group_id
 
 
 @dataclass
