@@ -231,6 +231,8 @@ def translate(values: Mapping[str, Any] | Sequence[str]) -> Translated:
     project, experiment = settings.get("report.project"), settings.get("report.name")
     if "run.dir" not in settings and project and experiment:
         settings["run.dir"] = f"checkpoints/{project}/{experiment}"
+    if not settings.get("run.report_to"):
+        settings = {key: value for key, value in settings.items() if not key.startswith("report.")}
     arguments = {name.removeprefix(ARGUMENT): value for name, value in given.items() if name.startswith(ARGUMENT)}
     left_out = {reason for reason, masked in MASKED.items() if given.get(f"{MASK}{reason}", masked)}
     return Translated(settings, arguments, frozenset(left_out if given.get(MASKING) else ()), bool(given.get(VAL_ONLY)))
