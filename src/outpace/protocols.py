@@ -7,7 +7,7 @@ every method is a coroutine that may raise.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from outpace.types import (
@@ -218,10 +218,16 @@ class ModelClient(Protocol):
         *,
         tools: Sequence[dict[str, Any]] = (),
         role: str = "policy",
+        must_call: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Answer:
         """Sample the policy's completion of a whole message history. `overrides` may set `max_tokens` and
-        `stop_strings`, and in evaluation also the parameters of the sampling distribution."""
+        `stop_strings`, and in evaluation also the parameters of the sampling distribution.
+
+        With `must_call` the completion starts with a call of one of these functions: with its name if there is one,
+        otherwise with what their calls have in common. These tokens are not sampled and not trained.
+        `chat_template_kwargs` are extra variables for the chat template."""
         ...
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:

@@ -104,8 +104,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """One completion of the policy, identified by `request_id`.
 
-    `text` is everything sampled, without special tokens. `content`, `reasoning` and `calls` are `text` as parsed by the
-    model's chat format. The arrays are read-only."""
+    `text` is the completion without special tokens, including the opening of a tool call that the request forced.
+    `content`, `reasoning` and `calls` are `text` as parsed by the model's chat format. The arrays are read-only and
+    contain only what was sampled."""
 
     request_id: str
     text: str

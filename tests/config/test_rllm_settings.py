@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support import names
 
 
 def test_every_name_is_in_one_table_and_names_a_setting_that_exists() -> None:
-    tables = [SAME, MIRRORED, CONVERTED, NO_EFFECT, ONLY]
+    tables: list[Mapping[str, Any]] = [SAME, MIRRORED, CONVERTED, NO_EFFECT, ONLY]
     every = [name for table in tables for name in table]
     assert len(every) == len(set(every))
     assert set(SAME.values()) <= set(KNOWN)

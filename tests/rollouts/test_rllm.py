@@ -74,7 +74,7 @@ class Solve(rllm.Workflow):
         for _ in range(self.turns):
             output = await self.rollout_engine.get_model_response(messages, application_id=uid)
             messages.append({"role": "assistant", "content": output.content})
-            trajectory.steps.append(rllm.Step(chat_completions=messages, reward=float(output.content[0] == "y")))
+            trajectory.steps.append(rllm.Step(chat_completions=messages, reward=float("yes" in str(output.content))))
             if self.change is not None:
                 self.change(messages)
             messages.append({"role": "user", "content": "again"})
@@ -113,12 +113,12 @@ async def test_messages_that_are_appended_or_changed_after_a_step_leave_its_toke
 
 
 async def test_parallel_requests_get_the_rewards_of_their_own_steps(make_engine: Any, run_group: Any) -> None:
-    @rllm.rollout(name="solver-judge")
+    @rllm.rollout(name="solver-judge")  # type: ignore[untyped-decorator]
     async def flow(task: rllm.Task, config: rllm.AgentConfig) -> rllm.Episode:
         from openai import AsyncOpenAI
 
         async def answer(question: str, name: str) -> rllm.Trajectory:
-            messages = [{"role": "user", "content": question}]
+            messages: list[Any] = [{"role": "user", "content": question}]
             reply = await client.chat.completions.create(model=config.model, messages=messages)
             content = reply.choices[0].message.content
             chat = [*messages, {"role": "assistant", "content": content}]

@@ -4,9 +4,11 @@ A reward function is a built-in name, `package.module:function`, `path/to/file.p
 
     @outpace.register_reward("name")   def f(prompts, completions, **columns) -> list[float | None]   TRL's signature
     @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
+    def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict             verl's signature
 
-A function in TRL's signature gets the texts of a whole group. An evaluator gets one attempt: its trajectories, metrics
-and the rewards it already has. `check_rewards` finds every error that can be found before the run starts.
+A function in TRL's signature gets the texts of a whole group, one of verl a single text. An evaluator gets one attempt:
+its trajectories, metrics and the rewards it already has. `check_rewards` finds every error that can be found before the
+run starts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from typing import Any, Literal, TypeVar, cast
 from outpace.config import Config
 from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
-from outpace.rewards.functions import LOGGING, is_evaluator
+from outpace.rewards.functions import LOGGING, is_async, is_evaluator
+from outpace.rewards.verl import per_answer
 from outpace.runtime.by_value import UserCodeSource, source_by_value
 from outpace.runtime.references import (
     BY_KEYWORD,
@@ -78,7 +81,7 @@ def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None)
     """Return (name, function) pairs. The name is the short one used in metrics, or the full reference if two collide.
 
     `config` holds the settings of rewards that are built from it; defaults are used when absent."""
-    functions = [(given, _load(given, config or Config())) for given in names]
+    functions = [(given, per_answer(_load(given, config or Config()))) for given in names]
     short = [_short_name(given) for given, _ in functions]
     named = [
         (name if short.count(name) == 1 else str(given), function)
@@ -126,10 +129,6 @@ def _check_environments_available(name: str, config: Config) -> None:
         raise BadInput(f'environment.isolation: {name} takes the environment instances; use "thread"')
     if config.environment.reuse:
         raise BadInput(f"environment.reuse: {name} takes environments after their episode; remove this setting")
-
-
-def is_async(function: Reward) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def has_own_timeout(function: Reward) -> bool:

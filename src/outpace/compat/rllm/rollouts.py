@@ -22,8 +22,8 @@ from outpace.compat.rllm import types as rllm
 from outpace.errors import BadInput, ContextFull
 from outpace.models.frozen import thaw
 from outpace.protocols import ModelClient
+from outpace.rollouts.answered_chats import AnsweredChat, match_answers
 from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.conversation import AnsweredChat, match_answers
 from outpace.rollouts.episode import episode_of_parts
 from outpace.rollouts.transcript import EpisodePart
 from outpace.runtime.async_tools import TimeLimitError, call_user_function, with_time_limit
