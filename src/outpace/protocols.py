@@ -234,8 +234,9 @@ class ModelClient(Protocol):
         """Sample a completion of plain text or token ids, without a chat template."""
         ...
 
-    async def endpoint(self, role: str = "policy") -> Endpoint:
-        """Return an OpenAI-compatible endpoint for agents that do not use this client. It closes with the episode."""
+    async def endpoint(self, role: str = "policy", *, key_in_url: bool = False) -> Endpoint:
+        """Return an OpenAI-compatible endpoint for agents that do not use this client. It closes with the episode.
+        `key_in_url`: the URL alone gives access, and the API key that the agent sends is ignored."""
         ...
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
@@ -253,8 +254,11 @@ class ModelClient(Protocol):
 
     def trajectory(self) -> Trajectory: ...
 
-    def trajectories(self) -> list[Trajectory]:
-        """Return everything sampled in this episode, each token once: one trajectory per history branch and role."""
+    def trajectories(self, parts: Sequence[Any] | None = None) -> list[Trajectory]:
+        """Return everything sampled in this episode, each token once: one trajectory per history branch and role.
+
+        With `parts` (`outpace.rollouts.transcript.EpisodePart`), only their answers are trained, each part with its own
+        role and reward, whatever role the requests were made in."""
         ...
 
 

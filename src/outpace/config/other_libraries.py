@@ -1,4 +1,4 @@
-"""Setting names of TRL, verl, prime-rl, OpenRLHF, Axolotl and outpace 0.1, with the settings to use instead.
+"""Setting names of TRL, verl, rLLM, prime-rl, OpenRLHF, Axolotl and outpace 0.1, with the settings to use instead.
 
 `equivalent_setting(name)` returns the hint to print for an unknown name. Names of other libraries are never accepted as
 settings, because their values do not always mean the same; the note says where they differ.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+from outpace.config.rllm_settings import SAME as RLLM_SAME
 
 
 class Equivalent(NamedTuple):
@@ -260,6 +262,7 @@ def _equivalent(text: str) -> Equivalent:
 
 
 EQUIVALENTS: Mapping[str, Equivalent] = {
+    **{name: Equivalent((setting,)) for name, setting in RLLM_SAME.items()},
     **{name: _equivalent(text) for text, names in USE.items() for name in names.split()},
     **{name: Equivalent((), note) for note, names in ABSENT.items() for name in names.split()},
 }

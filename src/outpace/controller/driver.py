@@ -259,6 +259,7 @@ class Driver:
             case ev.LoadWeights():
                 self._spawn(self._policy_versions.load(action))
             case ev.Evaluate():
+                self._recorder.callbacks.post("on_evaluation_start", action.version)
                 self._spawn(self._policy_versions.evaluate(action))
             case ev.Checkpoint():
                 self._awaited_tasks.add(

@@ -27,8 +27,10 @@ from outpace.config import Config
 from outpace.errors import ComponentFailed, RequestFailed, one_line
 from outpace.models.chat import NO_KWARGS, Schema, TemplateKwargs, as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.models.frozen import freeze
 from outpace.monitoring.metric_table import current_log
 from outpace.protocols import Engine
+from outpace.rollouts.answered_chats import AnsweredChat
 from outpace.rollouts.conversation import (
     Conversation,
     ConversationIndex,
@@ -39,6 +41,7 @@ from outpace.rollouts.conversation import (
 )
 from outpace.rollouts.history_digests import Digest, content_text
 from outpace.rollouts.requests import EpisodeRequests, RecordedTurns, ReservedRequest
+from outpace.rollouts.transcript import EpisodePart
 from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
@@ -80,14 +83,17 @@ class PolicyClient:
         self.stop_strings = config.rollout.stop
         self.min_version: Version = order.min_version
         self.environment: object | None = None
+        self.attempt = episode
+        self.answered: list[AnsweredChat] | None = None  # if set, `chat` adds every answer to a request made since then
         self._gateway = gateway
         self._log = current_log()
-        self._sampler = TurnSampler(
-            chat_format,
-            config.model.system_prompt,
-            EpisodeRequests(engine, config, order, episode, turns, any_distribution),
-            ConversationIndex(chat_format, {} if openings is None else openings),
-        )
+        self._openings = {} if openings is None else openings
+        self._system = config.model.system_prompt
+        self._begin(EpisodeRequests(engine, config, order, episode, turns, any_distribution))
+
+    def _begin(self, requests: EpisodeRequests) -> None:
+        conversations = ConversationIndex(self.chat_format, self._openings)
+        self._sampler = TurnSampler(self.chat_format, self._system, requests, conversations)
         self._main = Conversation(self._sampler, POLICY)
 
     # --------------------------------------------------------------------------------------------------- sampling
@@ -132,17 +138,21 @@ class PolicyClient:
         """Sample `n` answers to the same prompt. Each is a request of its own, with its own seed."""
         if not messages:
             raise RequestFailed("chat: messages is empty; pass at least one message")
-        requests = [self._sampler.reserve(overrides) for _ in range(n)]
-        history = as_messages(list(messages), self._sampler.system)
+        sampler, answered = self._sampler, self.answered  # not those after a restart
+        requests = [sampler.reserve(overrides) for _ in range(n)]
+        kept = () if answered is None else freeze(list(messages))
+        history = as_messages(list(messages), sampler.system)
         template_kwargs = chat_template_kwargs or NO_KWARGS
-        position = await self._locate(role, tools, history, template_kwargs)
-        forced = self._sampler.conversations.call_opening(must_call, tools, template_kwargs)
+        position = await _locate(sampler, role, tools, history, template_kwargs)
+        forced = sampler.conversations.call_opening(must_call, tools, template_kwargs)
 
         async def sample(request: ReservedRequest) -> Answer:
-            turn, answer = await self._sampler.sample_turn(
+            turn, answer = await sampler.sample_turn(
                 request, position.parent, position.observed, role, tools, listener, position.source, forced
             )
-            self._sampler.conversations.remember(position, turn, answer)
+            sampler.conversations.remember(position, turn, answer)
+            if answered is not None:
+                answered.append(AnsweredChat(kept, answer))
             return answer
 
         return await gather_or_cancel(*map(sample, requests))
@@ -160,22 +170,22 @@ class PolicyClient:
         **overrides: Any,
     ) -> list[Answer]:
         """Sample `n` completions of the same prompt. Each is a request of its own, with its own seed."""
-        requests = [self._sampler.reserve(overrides) for _ in range(n)]
+        sampler = self._sampler
+        requests = [sampler.reserve(overrides) for _ in range(n)]
         await yield_to_loop()
         if isinstance(prompt, str):
             encode = self.chat_format.encode
             prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= THREAD_RENDER_CHARS else encode(prompt)
         ids = [int(token) for token in prompt]
-        parent, length = self._sampler.transcript.longest_prefix(ids, role)
-        sample_turn = self._sampler.sample_turn
-        sampled = (sample_turn(request, parent, ids[length:], role, (), listener) for request in requests)
+        parent, length = sampler.transcript.longest_prefix(ids, role)
+        sampled = (sampler.sample_turn(request, parent, ids[length:], role, (), listener) for request in requests)
         return [answer for _, answer in await gather_or_cancel(*sampled)]
 
-    async def endpoint(self, role: str = POLICY) -> Endpoint:
+    async def endpoint(self, role: str = POLICY, *, key_in_url: bool = False) -> Endpoint:
         self._sampler.requests.check_not_ended()
         if self._gateway is None:
             raise RequestFailed("endpoint: this client has no gateway")
-        return await self._gateway.open(self, role)
+        return await self._gateway.open(self, role, key_in_url)
 
     @property
     def stop(self) -> StopReason:
@@ -203,8 +213,9 @@ class PolicyClient:
         """Return the conversation of `sample` so far."""
         return self._main.trajectory()
 
-    def trajectories(self) -> list[Trajectory]:
-        return self._sampler.transcript.trajectories()
+    def trajectories(self, parts: Sequence[EpisodePart] | None = None) -> list[Trajectory]:
+        transcript = self._sampler.transcript
+        return transcript.trajectories() if parts is None else transcript.split(parts)
 
     # --------------------------------------------------------------------------------------------------- accounting
 
@@ -253,20 +264,32 @@ class PolicyClient:
         await self._sampler.requests.abandon()
         return fatal
 
-    async def _locate(
-        self, role: str, tools: Sequence[Schema], history: list[Message], template_kwargs: TemplateKwargs
-    ) -> ConversationPosition:
-        await yield_to_loop()
-        locate = partial(self._sampler.conversations.locate, role, tools, history, template_kwargs)
-        if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
-            return locate()
-        return await asyncio.to_thread(locate)
+    async def restart(self) -> ComponentFailed | None:
+        """Begin the episode again: what was sampled so far is counted as abandoned and not trained on. Endpoints are
+        closed. Returns the same as `abandon`."""
+        fatal = None if self._gateway is None else await self._gateway.close_session(self)
+        requests = self._sampler.requests
+        await requests.abort_all()
+        requests.abandoned += self.sampled
+        self.answered = None
+        self._begin(requests)
+        return fatal
 
     def _answered_id(self, request: str | Answer) -> str:
         request_id = request.request_id if isinstance(request, Answer) else request
         if not any(turn.request_id == request_id for turn in self._sampler.transcript.turns):
             raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
+
+
+async def _locate(
+    sampler: TurnSampler, role: str, tools: Sequence[Schema], history: list[Message], template_kwargs: TemplateKwargs
+) -> ConversationPosition:
+    await yield_to_loop()
+    locate = partial(sampler.conversations.locate, role, tools, history, template_kwargs)
+    if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
+        return locate()
+    return await asyncio.to_thread(locate)
 
 
 def _finite_reward(value: float) -> float:

@@ -100,10 +100,11 @@ def auth_middleware(gateway: Gateway) -> Any:
         allowed = gateway.hosts()
         if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
             raise RequestRejected("the Host header does not name this server", status=421)
-        session = gateway.find(request.match_info.get("session", ""))
+        name, _, key = request.match_info.get("session", "").partition(".")
+        session = gateway.find(name)
         if session is None:
             raise RequestRejected("unknown endpoint, or its episode has ended", status=404)
-        if not session.accepts_token(_bearer_token(request)):
+        if not session.accepts_token(key or _bearer_token(request)):
             raise RequestRejected(
                 "the API key of this endpoint is missing or wrong", status=401, code="invalid_api_key"
             )

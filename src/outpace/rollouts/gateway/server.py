@@ -60,8 +60,9 @@ class GatewaySession:
     def serves(self, client: PolicyClient) -> bool:
         return self._client is client
 
-    def endpoint(self, origin: str) -> Endpoint:
-        return Endpoint(f"{origin}/sessions/{self.id}/v1", self.secret, self.model)
+    def endpoint(self, origin: str, key_in_url: bool = False) -> Endpoint:
+        name = f"{self.id}.{self.secret}" if key_in_url else self.id
+        return Endpoint(f"{origin}/sessions/{name}/v1", self.secret, self.model)
 
     def accepts_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.secret.encode())
@@ -127,14 +128,15 @@ class Gateway:
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
-    async def open(self, client: PolicyClient, role: str = "policy") -> Endpoint:
-        """Return the endpoint at which an agent reaches the policy, for this episode and role."""
+    async def open(self, client: PolicyClient, role: str = "policy", key_in_url: bool = False) -> Endpoint:
+        """Return the endpoint at which an agent reaches the policy, for this episode and role. With `key_in_url` the
+        URL contains the secret, for agents that send another API key."""
         await self.start()
         session = next((session for session in self._sessions_of(client) if session.role == role), None)
         if session is None:
             session = GatewaySession(client, role, self._model)
             self._sessions[session.id] = session
-        return session.endpoint(self.origin)
+        return session.endpoint(self.origin, key_in_url)
 
     def find(self, session_id: str) -> GatewaySession | None:
         return self._sessions.get(session_id)

@@ -1,0 +1,1 @@
+"""Scripts of other libraries on outpace: the same names and arguments, as thin layers over `outpace.Trainer`."""
