@@ -149,6 +149,13 @@ def test_files_and_functions_stay_readable_in_length() -> None:
     assert too_long == []
 
 
+def test_the_layers_for_other_libraries_stay_thin() -> None:
+    lines: Counter[str] = Counter()
+    for path in SOURCE.glob("compat/*/*.py"):
+        lines[path.parent.name] += path.read_text().count("\n")
+    assert {name: count for name, count in lines.items() if count >= 600} == {}
+
+
 def test_the_controller_uses_protocols_not_concrete_engines_learners_or_workers() -> None:
     concrete = ("outpace.engines", "outpace.learner", "outpace.rollouts", "outpace.weights", "outpace.rewards")
     assert [

@@ -22,10 +22,8 @@ from outpace.errors import BadInput, one_line
 from outpace.monitoring.transformers_callbacks import Schedule
 from outpace.registry import TRACKERS
 
-Settings = dict[str, Any]
-"""By dotted key. None: the default of outpace."""
-Refuse = Callable[[str, str], object]
-"""Called with the name of a field that cannot be used, and the reason."""
+Settings = dict[str, Any]  # by dotted key; None: the default of outpace
+Refuse = Callable[[str, str], object]  # called with the name of a field that cannot be used, and the reason
 
 UNLIMITED = 1_000_000
 
@@ -48,6 +46,8 @@ def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) 
 
     `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
+    if generation and args.generation_batch_size != generation * args.per_device_train_batch_size:
+        raise BadInput("generation_batch_size: must be per_device_train_batch_size times steps_per_generation")
     schedule = Schedule.of(args, rows, args.num_generations, generation, passes)
     refused = dict(_refused_fields(args, known))
     found: Settings = {
@@ -76,7 +76,8 @@ def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[tuple[str, str
     initial = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), getattr(initial, field.name)
-        if field.name in AS_IN_TRL | known | {"optim", "outpace"} or value in (field.default, default):
+        unset = value in (field.default, default) or not (value or field.default)
+        if unset or field.name in AS_IN_TRL | known | {"optim", "outpace"}:
             continue
         found = EQUIVALENTS.get(field.name)
         if found is None:

@@ -25,8 +25,7 @@ from outpace.runtime.cleanup import temporary_directory
 from outpace.tasks.producers import RolloutFunctionProducer
 from outpace.trainer import Trainer
 
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
-"""Prompt of an environment that gives the prompt itself."""
+EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of an environment that gives the prompt itself
 
 
 class GRPOTrainer:
@@ -52,6 +51,8 @@ class GRPOTrainer:
         environment_factory: Any = None,
         **others: Any,
     ) -> None:
+        if train_dataset is None and environment_factory is None:
+            raise BadInput("train_dataset: is required without environment_factory")
         others |= {"quantization_config": quantization_config, "optimizers[1]": optimizers[1]}
         refuse({name: "is not supported; leave it out" for name, value in others.items() if value is not None})
         name = model if isinstance(model, str) else model.config._name_or_path
@@ -71,11 +72,9 @@ class GRPOTrainer:
         if tasks is None:  # no dataset, or one without a length: as many rows as the run needs
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
-        settings["eval.count"] = count
         if rollout_func is None:
             settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
-        else:
-            settings.pop("tasks.shuffle", None)  # the producer has the order
+        settings |= {"eval.count": count} | ({"tasks.shuffle": True} if rollout_func else {})
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
@@ -99,10 +98,9 @@ class GRPOTrainer:
         """Return the rows of a dataset, None if their number is unknown."""
         if isinstance(dataset, Mapping):
             raise BadInput("eval_dataset: several datasets are not supported; pass one")
-        if dataset is None or not hasattr(dataset, "__len__"):
-            return None
-        owns_prompts = environment is not None and "prompt" not in dataset[0]
-        return [{"prompt": EMPTY_PROMPT, **row} for row in dataset] if owns_prompts else dataset
+        if not hasattr(dataset, "__len__") or environment is None or "prompt" in dataset[0]:
+            return dataset if hasattr(dataset, "__len__") else None
+        return [{"prompt": EMPTY_PROMPT, **row} for row in dataset]
 
     def __getattr__(self, name: str) -> Any:
         owners = dict.fromkeys(("state", "control"), "_events")
@@ -123,8 +121,8 @@ class GRPOTrainer:
             raise BadInput(f"resume_from_checkpoint: {resume_from_checkpoint} is not in output_dir, {run}")
         try:
             self._trainer.train(resume=bool(resume_from_checkpoint))
-        except ComponentFailed:
-            raise self._events.error or ComponentFailed from None
+        except ComponentFailed as failure:
+            raise self._events.error or failure from None
         if not isinstance(self._given, str):
             self._given.load_state_dict(self._trained().state_dict())
         if self.args.push_to_hub:
