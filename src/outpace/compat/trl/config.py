@@ -23,15 +23,15 @@ DEFAULT_URL = "http://localhost:8000"
 _SHARED: dict[str, Any] = {
     # length and optimizer
     "output_dir": None, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
-    "max_steps": -1, "learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "warmup_steps": 0,
+    "max_steps": -1, "learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None,
     "optim": "adamw_torch_fused", "optim_args": None, "optim_target_modules": None, "weight_decay": 0.0,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": None, "average_tokens_across_devices": True, "auto_find_batch_size": False,
+    "neftune_noise_alpha": None, "average_tokens_across_devices": True, "warmup_steps": 0,
     # precision and memory
     "bf16": None, "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None,
     "gradient_checkpointing": True, "gradient_checkpointing_kwargs": None, "torch_compile": False,
     "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False, "liger_kernel_config": None,
-    "use_cache": False, "torch_empty_cache_steps": None,
+    "use_cache": False, "torch_empty_cache_steps": None, "auto_find_batch_size": False,
     # logs
     "logging_strategy": "steps", "logging_steps": 10, "logging_first_step": False, "log_on_each_node": True,
     "logging_nan_inf_filter": True, "include_num_input_tokens_seen": "no", "log_level": "passive",
