@@ -119,6 +119,7 @@ def test_arguments_that_cannot_be_honored_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_countdown_script_raises_the_held_out_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLLM_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
