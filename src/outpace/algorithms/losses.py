@@ -127,14 +127,12 @@ RatioPenalty = Annotated[
     float,
     Field(ge=0, description="Coefficient of the squared log-ratio to the sampler that is added to the loss."),
 ]
+Exponent = Annotated[float, Field(ge=0, description="Exponent of the sequence's ratio, by the sign of the advantage.")]
+Decay = Annotated[float, Field(gt=0, description="Decay of the weight for large ratios, by the sign of the advantage.")]
 """Types of the settings of policy losses, with limits and help text."""
 
 MIN_REMAINDER = 1e-12
 """dppo: lower bound for the probability of all other tokens, so that its logarithm is finite."""
-
-VESPO_POSITIVE = (2.0, 3.0)
-VESPO_NEGATIVE = (3.0, 2.0)
-"""vespo: exponent k and decay lambda, by the sign of the advantage (zero counts as positive)."""
 
 VESPO_MIN_LOG_WEIGHT = math.log(1e-8)
 """vespo: lower bound for the log of a sequence's weight."""
@@ -208,13 +206,21 @@ def sapo(tokens: Tokens, *, tau_positive: TauPositive = 1.0, tau_negative: TauNe
 
 
 @policy_loss(old_policies=("rollout", "recomputed", "interpolated"))
-def vespo(tokens: Tokens) -> Tensor:
+def vespo(
+    tokens: Tokens,
+    *,
+    k_positive: Exponent = 2.0,
+    lambda_positive: Decay = 3.0,
+    k_negative: Exponent = 3.0,
+    lambda_negative: Decay = 2.0,
+) -> Tensor:
     """-sg(phi(W)) A log pi, phi(W) = exp(lambda) W^k exp(-lambda W), with W the product of r over the sequence: 1 at
-    W = 1, at most 1.25, and 0 in both limits, so sequences far from the old policy are weighted down."""
+    W = 1, at most 1.25 by default, and 0 in both limits, so sequences far from the old policy are weighted down. An
+    advantage of zero counts as positive."""
     log_weight_S = tokens.sum_by_sequence(tokens.log_ratio_N.detach()).clamp(VESPO_MIN_LOG_WEIGHT, LOG_RATIO_BOUND)
     positive_S, negative_S = (
         (decay + exponent * log_weight_S - decay * log_weight_S.exp()).exp()
-        for exponent, decay in (VESPO_POSITIVE, VESPO_NEGATIVE)
+        for exponent, decay in ((k_positive, lambda_positive), (k_negative, lambda_negative))
     )
     phi_N = tokens.per_token(positive_S).where(tokens.advantages_N >= 0, tokens.per_token(negative_S))
     return -phi_N * tokens.advantages_N * tokens.logp_N

@@ -13,10 +13,13 @@ from outpace.config.rllm_settings import SAME as RLLM_SAME
 
 
 class Equivalent(NamedTuple):
-    """Dotted keys of `Config` to use instead. Empty `settings`: outpace has no equivalent, and `note` explains."""
+    """Dotted keys of `Config` to use instead. Empty `settings`: outpace has no equivalent, and `note` explains.
+
+    `harmless`: the setting does not change what is trained, or cannot apply."""
 
     settings: tuple[str, ...]
     note: str = ""
+    harmless: bool = False
 
     def remedy(self, prefix: str = "") -> str:
         if not self.settings:
@@ -64,13 +67,13 @@ RENAMED_VALUES: Mapping[str, Mapping[Any, Any]] = {
 
 USE: Mapping[str, str] = {
     "model.path": "model_name base_model pretrain model.name actor_rollout_ref.model.path model_name_or_path",
-    "model.dtype": "torch_dtype",
+    "model.dtype": "torch_dtype dtype",
     'model.dtype ("bfloat16")': "bf16",
     'model.dtype ("float32" or "bfloat16"; fp16 is not supported)': "fp16",
     "model.dtype and model.trust_remote_code (other arguments are not supported)": "model_init_kwargs",
     "model.trust_remote_code": "trust_remote_code",
     "model.system_prompt": "system_prompt",
-    "model.renderer (chat template arguments are not supported)": "chat_template_kwargs",
+    "model.template_arguments": "chat_template_kwargs",
     "tasks.path": "datasets prompt_data dataset_name",
     "tasks.path (one file; join several with datasets.concatenate_datasets and pass Trainer(tasks=...))":
         "data.train_files",
@@ -106,11 +109,13 @@ USE: Mapping[str, str] = {
     "rollout.max_turns": "multi_turn.max_assistant_turns max_tool_calling_iterations",
     "rollout.timeout_s": "request_timeout",
     "rollout.workers": "agent.num_workers",
+    "engine.control_s": "weight_sync_timeout",
+    "supervise.silent_s": "heartbeat_stale_after_s",
     "tools.functions": "multi_turn.tool_config_path",
     "pacing.max_lag": "max_async_level max_off_policy_steps max_staleness",
     "pacing.max_lag (in versions, not a fraction of samples)": "async_training.staleness_threshold",
     "pacing.depth": "strict_async_level",
-    "pacing.depth (in batches)": "prefetch_depth async_queue_size queue_maxsize",
+    "pacing.depth (in batches)": "prefetch_depth async_queue_size",
     "pacing.depth (batches in flight in addition to the one being filled)": "oversampling_factor",
     "pacing.groups_per_step": "data.gen_batch_size",
     "pacing.groups_per_step (counts groups: samples per optimizer step divided by rollout.group_size)":
@@ -135,6 +140,10 @@ USE: Mapping[str, str] = {
     'policy_loss.ratio_penalty (with algorithm.preset = "dppo")': "kl_tau",
     "policy_loss.tau_negative": "sapo_temperature_neg",
     "policy_loss.tau_positive": "sapo_temperature_pos",
+    "policy_loss.k_positive": "vespo_k_pos",
+    "policy_loss.k_negative": "vespo_k_neg",
+    "policy_loss.lambda_positive": "vespo_lambda_pos",
+    "policy_loss.lambda_negative": "vespo_lambda_neg",
     "advantage.name (reinforce is reinforce_pp, reinforce_baseline is reinforce_pp_baseline, group_norm is grpo)":
         "advantage_estimator",
     "advantage.name (grpo, rloo, gae and opo keep their names, reinforce_plus_plus is reinforce_pp)": "adv_estimator",
@@ -193,6 +202,7 @@ USE: Mapping[str, str] = {
     "engine.context (prompt and response together)": "data.max_prompt_length",
     'launch.args (["--tensor-parallel-size", "2"])':
         "inference.parallel.tp rollout.tensor_model_parallel_size vllm_tensor_parallel_size",
+    'launch.args (["--model-impl", "transformers"])': "vllm_model_impl",
     "launch.start_s": "vllm_server_timeout",
     "launch.gpu_memory": "rollout.gpu_memory_utilization vllm_gpu_memory_utilization",
     "weights.every": "vllm_sync_interval async_training.trigger_parameter_sync_step weight_sync_steps",
@@ -200,10 +210,11 @@ USE: Mapping[str, str] = {
     "checkpoint.every": "ckpt.interval trainer.save_freq save_steps",
     "checkpoint.every (in steps)": "saves_per_epoch save_strategy",
     "checkpoint.keep": "ckpt.keep_last trainer.max_actor_ckpt_to_keep save_total_limit",
-    "checkpoint.keep_best (then `outpace export --best`)": "load_best_model_at_end",
+    "checkpoint.keep_best (then `outpace export --best`)": "load_best_model_at_end metric_for_best_model",
     "eval.every": "eval.interval trainer.test_freq eval_steps",
     "eval.every (in steps)": "evals_per_epoch eval_strategy",
     "eval.count": "eval.num_examples data.val_max_samples",
+    "eval.start": "trainer.val_before_train eval_on_start",
     "eval.attempts": "num_generations_eval eval.rollouts_per_example val_kwargs.n",
     "eval.temperature": "val_kwargs.temperature",
     "eval.top_p": "val_kwargs.top_p",
@@ -217,7 +228,7 @@ USE: Mapping[str, str] = {
     "run.overwrite": "clean_output_dir overwrite_output_dir",
     "run.steps": "trainer.total_training_steps max_steps",
     "run.epochs": "epochs num_epochs num_episodes trainer.total_epochs num_train_epochs",
-    "run.seed": "data.seed seed data_seed",
+    "run.seed": "data.seed seed",
     "run.deterministic": "full_determinism",
     "run.device": "trainer.device",
     'run.device ("cpu")': "use_cpu",
@@ -229,11 +240,11 @@ name, such as the keys of verl's and prime-rl's configs, only the last parts whe
 ABSENT: Mapping[str, str] = {
     "micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass":
         "micro_batch_size micro_train_batch_size micro_rollout_batch_size ppo_micro_batch_size "
-        "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz",
-    "the optimizer is AdamW; leave this out": "optimizer optim",
+        "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size",
+    "the optimizer is AdamW; leave this out": "optimizer optim optim_args optim_target_modules",
     "the learner runs on one device; sharding is not supported yet; leave this out":
         "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload fsdp_config.optimizer_offload "
-        "deepspeed fsdp fsdp_config",
+        "deepspeed fsdp fsdp_config accelerator_config parallelism_config",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",
     'the column must be named "prompt"': "data.prompt_key",
     'the column must be named "data_source"': "data.reward_fn_key",
@@ -243,17 +254,70 @@ ABSENT: Mapping[str, str] = {
         "data.filter_overlong_prompts data.truncation",
     "padding is always removed; leave this out": "model.use_remove_padding",
     "value head and policy are trained from the first step; leave this out": "trainer.critic_warmup",
-    "every run evaluates before the first step; leave this out": "trainer.val_before_train eval_on_start",
+    "evaluations are every eval.every steps; leave this out": "eval_delay",
     "the attention implementation is chosen by device; leave this out": "attn_implementation",
     "truncated or reshaped sampling biases the importance weights; leave this out": "min_p repetition_penalty",
+    "constrained sampling biases the importance weights; leave this out": "vllm_structured_outputs_regex",
     "AdamW's epsilon is fixed at 1e-8; leave this out": "adam_epsilon",
+    "a schedule has no settings of its own; leave this out": "lr_scheduler_kwargs",
     "outpace trains on every sampled token; leave this out": "top_entropy_quantile",
+    "the coefficient algorithm.entropy_coefficient is constant; leave this out": "use_adaptive_entropy",
+    "the load-balancing loss of mixture-of-experts models is not computed; leave this out": "router_aux_loss_coef",
+    "noise in the embeddings biases the importance weights; leave this out": "neftune_noise_alpha",
+    "the whole model has the dtype model.dtype; leave this out": "cast_lm_head_to_fp32 bf16_full_eval fp16_full_eval",
+    "engine and learner share a GPU without sleeping; leave this out": "vllm_enable_sleep_mode",
     "LoRA dropout is not supported; leave this out": "lora_dropout",
+    "callbacks have no saved state; leave this out": "restore_callback_states_from_checkpoint",
     "resume with `outpace train --resume RUN`, or Trainer.train(resume=True)": "resume_from_checkpoint",
-    "every step is logged to metrics.jsonl in run.dir; leave this out": "logging_steps",
-    "export the model with `outpace export` and upload it; leave this out": "push_to_hub",
+    "every step is logged to metrics.jsonl in run.dir; leave this out":
+        "logging_steps logging_strategy logging_first_step",
+    "rollouts with all rewards are saved in run.dir; leave this out": "log_completions_hub_repo",
+    "trackio gets its settings from its environment variables; leave this out":
+        "trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "use Trainer(quiet=True); leave this out": "disable_tqdm",
+    "evaluation reports rewards only; leave this out": "greater_is_better",
+    "call Trainer.train() and Trainer.evaluate(); leave this out": "do_train do_eval do_predict",
+    "export the model with `outpace export` and upload it; leave this out":
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
 }  # fmt: skip
 """Names of other libraries without an equivalent, by what to do instead."""
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass": "pad_to_multiple_of",
+    "the learner runs on one device; leave this out":
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+        "local_rank average_tokens_across_devices ds3_gather_for_generation log_on_each_node save_on_each_node "
+        "log_level_replica",
+    "the coefficient algorithm.entropy_coefficient is constant; leave this out":
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+    "dropout is always off; leave this out": "disable_dropout",
+    "the policy gradient has no labels; leave this out": "label_smoothing_factor label_names",
+    "kernels and memory use are chosen by device; leave this out":
+        "tf32 torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
+        "torch_empty_cache_steps gradient_checkpointing_kwargs",
+    "the built-in engine batches continuously, with its own cache; leave this out":
+        "use_cache cache_implementation use_transformers_continuous_batching use_transformers_paged "
+        "transformers_continuous_batching_config",
+    "ports for weight sync are chosen when it starts; leave this out": "vllm_group_port",
+    "sampled tokens are never tokenized again; leave this out": "fork_threshold_tokens",
+    "pacing.max_lag limits what is sampled in advance; leave this out": "queue_maxsize",
+    "workers read tasks one by one, in the order of run.seed; leave this out":
+        "data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order train_sampling_strategy "
+        "length_column_name",
+    "reward functions get every column; leave this out": "remove_unused_columns",
+    "a resumed run continues where its checkpoint was written; leave this out": "ignore_data_skip",
+    "every checkpoint has all that a resume needs, and SIGTERM writes one; leave this out":
+        "save_only_model enable_jit_checkpoint",
+    "every step is logged to metrics.jsonl in run.dir; leave this out":
+        "logging_nan_inf_filter include_num_input_tokens_seen",
+    "rollouts with all rewards are saved in run.dir; leave this out": "log_multimodal log_unique_prompts",
+    "set the level of Python's logger `outpace`; leave this out": "log_level debug skip_memory_metrics",
+    "evaluation reports rewards only; leave this out":
+        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps "
+        "include_for_metrics batch_eval_metrics",
+}  # fmt: skip
+"""The same for names that do not change what is trained, or cannot apply. Compatible trainers accept any value."""
 
 
 def _equivalent(text: str) -> Equivalent:
@@ -265,6 +329,7 @@ EQUIVALENTS: Mapping[str, Equivalent] = {
     **{name: Equivalent((setting,)) for name, setting in RLLM_SAME.items()},
     **{name: _equivalent(text) for text, names in USE.items() for name in names.split()},
     **{name: Equivalent((), note) for note, names in ABSENT.items() for name in names.split()},
+    **{name: Equivalent((), note, True) for note, names in WITHOUT_EFFECT.items() for name in names.split()},
 }
 """By the name of the other library."""
 

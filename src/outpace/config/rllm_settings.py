@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from outpace.errors import BadInput, one_line
+from outpace.registry import TRACKERS
 
 Values = dict[str, Any]
 
@@ -87,7 +88,6 @@ ESTIMATORS = {
     "grpo": "grpo", "rloo": "rloo", "reinforce": "none", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"
 }  # fmt: skip
 LOSSES = {"ppo": "ppo", "vanilla": "ppo", "importance_sampling": "importance", "cispo": "cispo", "gspo": "gspo"}
-TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 def _positive(key: str) -> Callable[[Any], Values]:
@@ -109,7 +109,7 @@ CONVERTED: dict[str, Callable[[Any], Values]] = {
     "rllm.trainer.total_batches": _positive("run.steps"),
     "rllm.trainer.test_freq": lambda steps: {"eval.every": max(int(steps), 0)},
     "rllm.trainer.save_freq": lambda steps: {"checkpoint.every": max(int(steps), 0)},
-    "rllm.trainer.logger": lambda names: {"run.report_to": [name for name in names if name in TRACKERS]},
+    "rllm.trainer.logger": lambda names: {"run.report_to": [name for name in names if name in TRACKERS.names()]},
     "rllm.trainer.resume_mode": lambda mode: {"run.overwrite": True} if mode == "disable" else {},
     "rllm.workflow.retry_limit": lambda attempts: {"rollout.retries": max(int(attempts), 1) - 1},
     "rllm.workflow.raise_on_error": lambda on: {"pacing.max_failed": 1} if on else {},

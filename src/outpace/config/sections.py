@@ -139,6 +139,16 @@ class ModelConfig(Section):
     """System message added to every prompt that has none."""
     renderer: str | None = None
     """Chat renderer: `template`, or a family of the package `renderers`, such as `qwen3`. Default: by model name."""
+    text_prompts: Literal["message", "verbatim"] = "message"
+    """How a prompt that is text becomes tokens: as the message of a user, or tokenized as it is. Prompts that are
+    messages always use the chat template."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the model's chat template, such as `{enable_thinking = false}`. With any, `renderer` must be
+    `template`, and is by default."""
+
+    @property
+    def chat_renderer(self) -> str | None:
+        return "template" if self.renderer is None and self.template_arguments else self.renderer
 
 
 class TasksConfig(Section):
@@ -329,7 +339,11 @@ class EvalConfig(Section):
     """Held-out evaluation."""
 
     every: int = Field(default=0, ge=0)
-    """Evaluation interval in steps; 0 evaluates only before the first step and after the last."""
+    """Evaluation interval in steps, in addition to `eval.start` and `eval.end`; 0 evaluates only then."""
+    start: bool = True
+    """Evaluate before the first step."""
+    end: bool = True
+    """Evaluate after the last step."""
     count: int = Field(default=512, ge=0)
     """Number of held-out tasks to evaluate on, in each set; 0 disables evaluation."""
     attempts: int = Field(default=1, ge=1)

@@ -116,7 +116,7 @@ class SchedulerSettings:
     steps: int | None  # None: no limit
     epochs: int | None  # None: no limit
     tasks: int  # in one epoch
-    eval_every: int  # 0: only the first and the last version
+    eval_every: int  # 0: none but the first and the last version
     eval_enabled: bool
     checkpoint_every: int  # 0: only at the end
     governor: GovernorConfig | None = None  # None: the allowed lag is always max_lag
@@ -125,6 +125,8 @@ class SchedulerSettings:
     reroll: RerollConfig | None = None  # None: no visit is repeated because its task was not solved
     streamed: bool = False  # tasks arrive during the run, as `TasksAdded`
     confirm: bool = False  # callbacks confirm each step before the next batch is trained
+    eval_start: bool = True  # evaluate version 0
+    eval_end: bool = True  # evaluate the last version
     eval_pinned: bool = True  # False: engines have one weight set, and evaluation uses the serving one
 
     @classmethod
@@ -165,16 +167,17 @@ class SchedulerSettings:
         return self.max_lag == 0 or version <= self.warmup_steps or self.is_checkpointed(version)
 
     def is_evaluated(self, version: Version) -> bool:
-        due = version == 0 or self.is_last(version) or (self.eval_every > 0 and version % self.eval_every == 0)
-        return self.eval_enabled and due
+        if version == 0:
+            return self.eval_enabled and self.eval_start
+        due = self.eval_every > 0 and version % self.eval_every == 0
+        return self.eval_enabled and (due or (self.eval_end and self.is_last(version)))
 
     def newest_evaluated(self, version: Version) -> Version:
         """Return the newest version up to this one that is to be evaluated, -1 if none."""
-        if not self.eval_enabled:
-            return -1
         if self.is_evaluated(version):
             return version
-        return version // self.eval_every * self.eval_every if self.eval_every else 0
+        due = version // self.eval_every * self.eval_every if self.eval_every else 0
+        return due if self.is_evaluated(due) else -1
 
     def is_published(self, version: Version, lag: int) -> bool:
         """Return whether this version is published: every k-th version and every version that is needed.

@@ -455,7 +455,7 @@ class Scheduler:
         """Publish, checkpoint and evaluate the final version. The checkpoint does not wait for the evaluation."""
         published = self._publish_newest()
         self._checkpoint()
-        if self.settings.eval_enabled:
+        if self.settings.eval_enabled and self.settings.eval_end:
             self._evaluations.request(self.version, published)
 
     def _stop(self) -> None:

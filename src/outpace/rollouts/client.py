@@ -89,11 +89,12 @@ class PolicyClient:
         self._log = current_log()
         self._openings = {} if openings is None else openings
         self._system = config.model.system_prompt
+        self._verbatim = config.model.text_prompts == "verbatim"
         self._begin(EpisodeRequests(engine, config, order, episode, turns, any_distribution))
 
     def _begin(self, requests: EpisodeRequests) -> None:
         conversations = ConversationIndex(self.chat_format, self._openings)
-        self._sampler = TurnSampler(self.chat_format, self._system, requests, conversations)
+        self._sampler = TurnSampler(self.chat_format, self._system, self._verbatim, requests, conversations)
         self._main = Conversation(self._sampler, POLICY)
 
     # --------------------------------------------------------------------------------------------------- sampling

@@ -344,6 +344,8 @@ def scheduler_settings(config: Config, tasks: int, evaluates: bool, streamed: bo
         epochs=config.run.epochs,
         eval_every=config.eval.every,
         eval_enabled=evaluates,
+        eval_start=config.eval.start,
+        eval_end=config.eval.end,
         eval_pinned=config.engine.kind == "embedded" or config.lora.rank > 0,
         governor=config.governor if config.governor.enabled else None,
         difficulty=config.difficulty if config.difficulty.is_on else None,
