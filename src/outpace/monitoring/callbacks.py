@@ -191,7 +191,10 @@ class CallbackRunner:
         if thread is None or not self.blocking or self._failure is not None or not thread.is_alive():
             return
         done = threading.Event()
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, done.set)
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, done.set)
+        except RuntimeError:  # the loop has just closed: a callback has failed, and `on_failure` ends the run
+            return
         pause_s = POLL_S / 20
         while not done.is_set() and self._failure is None and thread.is_alive():
             await asyncio.sleep(pause_s)

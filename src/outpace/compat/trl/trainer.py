@@ -71,7 +71,11 @@ class GRPOTrainer:
         if tasks is None:  # no dataset, or one without a length: as many rows as the run needs
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
-        settings |= {"eval.count": count, "eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        settings["eval.count"] = count
+        if rollout_func is None:
+            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        else:
+            settings.pop("tasks.shuffle", None)  # the producer has the order
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
