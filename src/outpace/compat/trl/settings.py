@@ -198,10 +198,7 @@ def _algorithm(args: Any, refuse: Refuse) -> Settings:
     if loss not in AGGREGATIONS:
         refuse("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
     if by_sequence and (loss in ("cispo", "sapo", "vespo") or args.delta is not None):
-        refuse(
-            "importance_sampling_level",
-            "a sequence ratio needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta",
-        )
+        refuse("importance_sampling_level", "sequence needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta")
     if args.beta and args.sync_ref_model and args.ref_model_mixup_alpha != 1.0:
         refuse("ref_model_mixup_alpha", "the reference is replaced, not mixed; set it to 1.0")
     own = {
