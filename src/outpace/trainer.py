@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.checkpoint.export import export
+from outpace.checkpoint.hub import upload
 from outpace.commands.evaluate import evaluate_plan
 from outpace.config import Config
 from outpace.config.defaults import default_directory, with_values
@@ -166,6 +167,13 @@ class Trainer:
         if self._run_directory is None:
             raise BadInput("export: nothing to export; call train() first or set run.dir to an existing run")
         return export(self._run_directory, directory, best, adapter)
+
+    def push_to_hub(self, name: str, best: bool = False, adapter: bool = False, **options: Any) -> str:
+        """Export as `export` does, upload to the repository `name` of the Hugging Face hub, and return its URL.
+
+        `options`: `token`, `private`, and those of `HfApi.upload_folder`, such as `commit_message`."""
+        with temporary_directory("upload") as directory:
+            return upload(self.export(directory / "model", best, adapter), name, **options)
 
     @property
     def _run_directory(self) -> Path | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.config import Config
+from outpace.errors import BadInput
 
 Parameters = Mapping[str, nn.Parameter]
 
@@ -31,6 +32,17 @@ def make_optimizer(policy: Parameters, critic: Parameters, config: Config) -> to
         groups.append({"params": [*critic.values()], "weight_decay": 0.0, "ratio": config.critic.lr / learner.lr})
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, betas=(learner.beta1, learner.beta2), fused=True)
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the settings of an AdamW object. Its parameters are not used: those of the model are trained."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults["eps"] != 1e-8:
+        raise BadInput("optimizers: only torch's AdamW with its default eps is supported")
+    group = optimizer.param_groups[0]
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    return {"learner.lr": group["lr"], "learner.weight_decay": decay, "learner.beta1": beta1, "learner.beta2": beta2}
 
 
 def clip_factor(norm: float, limit: float) -> float:

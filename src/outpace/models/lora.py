@@ -14,8 +14,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -44,6 +45,27 @@ class _AdapterConfig(msgspec.Struct):
     r: int
     lora_alpha: float
     target_modules: list[str]
+
+
+SUPPORTED: Final = {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path", "inference_mode"}
+"""Arguments of a `peft.LoraConfig` that have an effect here, or none anywhere."""
+
+
+def lora_settings(config: Any, model: Callable[[], Path]) -> dict[str, Any]:
+    """Return the settings of a `peft.LoraConfig`. `model` returns the directory of the model; it is called if the
+    default layers of its type are meant."""
+    found, initial = config.to_dict(), type(config)().to_dict()
+    if found.get("peft_type") != "LORA":
+        raise BadInput(f"peft_config: {type(config).__name__} is not supported; use LoraConfig")
+    if changed := [name for name in found if name not in SUPPORTED and found[name] != initial[name]]:
+        raise BadInput(f"peft_config: not supported: {', '.join(changed)}; leave them out")
+    targets = found["target_modules"]
+    if targets is None:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE
+
+        targets = BY_TYPE.get(json.loads((model() / "config.json").read_text())["model_type"])
+    chosen = {} if targets in (None, "all-linear") else {"lora.targets": sorted(targets)}
+    return {"lora.rank": found["r"], "lora.alpha": float(found["lora_alpha"]), **chosen}
 
 
 def adapter_config_json(adapter: LoraAdapter, model: str | None = None) -> bytes:

@@ -21,6 +21,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
+from outpace.errors import BadInput, one_line
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.metric_table import find
 from outpace.monitoring.summary import Summary
@@ -101,9 +102,11 @@ class TransformersCallbacks(Callback):
 
     def __init__(self, args: Any, callbacks: Sequence[Any] = (), model: Any = None, tokenizer: Any = None) -> None:
         for each in callbacks:
-            assert isinstance(each, TrainerCallback) or issubclass(each, TrainerCallback)
+            if not issubclass(each if isinstance(each, type) else type(each), TrainerCallback):
+                raise BadInput(f"callbacks: {one_line(repr(each), 60)} is not a transformers.TrainerCallback")
         self.args = args
-        self.handler = CallbackHandler([DefaultFlowCallback, *callbacks], model, tokenizer, None, None)
+        make_handler: Any = CallbackHandler  # untyped
+        self.handler = make_handler([DefaultFlowCallback, *callbacks], model, tokenizer, None, None)
         self.control, self.state = TrainerControl(), TrainerState()
         self.schedule: Schedule | None = None
         self.eval_batches = 0  # calls of on_prediction_step of an evaluation; 0: nothing is held out

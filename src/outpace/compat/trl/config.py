@@ -11,9 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outpace.config.other_libraries import EQUIVALENTS
-
-T = TypeVar("T", bound=type)
+T = TypeVar("T")
 
 
 class Unset(str):
@@ -100,32 +98,22 @@ ASYNC_FIELDS: Mapping[str, Any] = {
     "heartbeat_stale_after_s": 300.0,
 }  # fmt: skip
 
-AS_IN_TRL = frozenset("""
-    logging_strategy logging_steps logging_first_step disable_tqdm eval_strategy eval_steps eval_delay eval_on_start
-    per_device_eval_batch_size save_strategy save_steps greater_is_better resume_from_checkpoint push_to_hub hub_token
-    hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval do_predict
-""".split())
+AS_IN_TRL = {
+    "logging_strategy", "logging_steps", "logging_first_step", "disable_tqdm", "eval_strategy", "eval_steps",
+    "eval_delay", "eval_on_start", "per_device_eval_batch_size", "save_strategy", "save_steps", "greater_is_better",
+    "resume_from_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
+    "hub_always_push", "hub_revision", "do_train", "do_eval", "do_predict",
+}  # fmt: skip
 """Fields that the trainer itself acts on, as TRL does."""
 
-def treatment(name: str) -> str:
-    """Return what happens to a field, for docs/from_trl.md."""
-    found = EQUIVALENTS[name]
-    reason = found.note.removesuffix("; leave this out")
-    if name in AS_IN_TRL:
-        return "as in TRL"
-    if not found.settings:
-        return f"no effect: {reason}" if found.harmless else f"refused: {reason}"
-    return ", ".join(f"`{setting}`" for setting in found.settings) + (f" ({found.note})" if found.note else "")
 
-
-def with_fields(defaults: Mapping[str, Any]) -> Callable[[T], T]:
+def with_fields(defaults: Mapping[str, Any]) -> Callable[[type[T]], type[T]]:
     """Decorate a config class: make it a dataclass with these fields and defaults, in addition to those it inherits."""
 
-    def make(cls: T) -> T:
-        cls.__annotations__ = {name: Any for name in defaults} | cls.__dict__.get("__annotations__", {})
+    def make(cls: type[T]) -> type[T]:
+        cls.__annotations__ = dict.fromkeys(defaults, Any)
         for name, default in defaults.items():
-            field = dataclasses.field(default_factory=default.copy) if isinstance(default, list) else default
-            setattr(cls, name, field)
+            setattr(cls, name, dataclasses.field(default_factory=default.copy) if default == [] else default)
         return dataclasses.dataclass(cls)
 
     return make
@@ -147,17 +135,18 @@ class TrainingConfig:
         def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self) -> None:
-        self.output_dir = "trainer_output" if self.output_dir is None else str(self.output_dir)
-        self.report_to = [] if self.report_to in ("none", None) else self.report_to
-        self.report_to = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to)
-        self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
-        self.do_eval = self.do_eval or self.eval_strategy != "no"
+        given = vars(self)
+        given["output_dir"] = str(self.output_dir or "trainer_output")
+        trackers = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        given["report_to"] = [name for name in trackers if name != "none"]
+        given["bf16"] = not self.fp16 if self.bf16 is None else self.bf16
+        given["do_eval"] = self.do_eval or self.eval_strategy != "no"
         if self.eval_strategy == "steps" and self.eval_steps is None:
-            self.eval_steps = self.logging_steps
+            given["eval_steps"] = self.logging_steps
         if self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "reward"
+            given["metric_for_best_model"] = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
-            self.greater_is_better = not self.metric_for_best_model.endswith("loss")
+            given["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
 
     @property
     def train_batch_size(self) -> int:
@@ -185,13 +174,16 @@ class GRPOConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        given = vars(self)
+        if self.scale_rewards in (True, False):
+            given["scale_rewards"] = "group" if self.scale_rewards else "none"
         if self.vllm_importance_sampling_cap is not None:
-            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+            given["vllm_importance_sampling_clip_max"] = self.vllm_importance_sampling_cap
         if self.steps_per_generation is None:
             batch = self.generation_batch_size or self.train_batch_size * self.gradient_accumulation_steps
-            self.steps_per_generation = max(1, batch // self.train_batch_size)
-        self.generation_batch_size = self.generation_batch_size or self.train_batch_size * self.steps_per_generation
+            given["steps_per_generation"] = max(1, batch // self.train_batch_size)
+        if self.generation_batch_size is None:
+            given["generation_batch_size"] = self.train_batch_size * self.steps_per_generation
 
 
 @with_fields({**ASYNC_FIELDS, "outpace": None})

@@ -34,10 +34,10 @@ Found = tuple[str, Any] | Refusal
 UNLIMITED = 1_000_000
 
 DIRECT = (
-    "learning_rate weight_decay adam_beta1 adam_beta2 gradient_checkpointing seed full_determinism trust_remote_code "
-    "num_generations temperature reward_weights shuffle_dataset entropy_coef eval_on_start max_staleness "
-    "weight_sync_steps request_timeout heartbeat_stale_after_s"
-).split()
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "gradient_checkpointing", "seed", "full_determinism",
+    "trust_remote_code", "num_generations", "temperature", "reward_weights", "shuffle_dataset", "entropy_coef",
+    "eval_on_start", "max_staleness", "weight_sync_steps", "request_timeout", "heartbeat_stale_after_s",
+)  # fmt: skip
 """Fields whose values are those of the one setting that replaces them."""
 
 
@@ -90,13 +90,17 @@ def make_schedule(args: Any, rows: int | None) -> Schedule:
     size, group, substeps = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
     passes, generation = value_of(args, "num_iterations", 1), value_of(args, "steps_per_generation") or substeps
     if hasattr(args, "generation_batch_size") and args.generation_batch_size != size * generation:
-        raise BadInput(f"generation_batch_size: {args.generation_batch_size} is not a multiple of {size}, the batch size")
+        raise BadInput(
+            f"generation_batch_size: {args.generation_batch_size} is not a multiple of {size}, the batch size"
+        )
     if generation % substeps == 0:  # one or several steps for each generation
         samples, minibatches = size * generation, generation // substeps
     elif substeps % (generation * passes) == 0:  # several generations in one step
         samples, minibatches, passes = size * substeps // passes, 1, 1
     else:
-        raise BadInput(f"steps_per_generation: must be a multiple of gradient_accumulation_steps, {substeps}, or divide it")
+        raise BadInput(
+            f"steps_per_generation: must be a multiple of gradient_accumulation_steps, {substeps}, or divide it"
+        )
     if samples % group:
         raise BadInput(
             f"num_generations: a batch of {samples} samples has no whole number of groups of {group}; change "
@@ -125,11 +129,14 @@ def _run(args: Any) -> Iterator[Found]:
         yield "run.device", "cpu"
     if args.load_best_model_at_end and (args.metric_for_best_model or "loss").removeprefix("eval_") != "reward":
         yield Refusal("metric_for_best_model", 'the best checkpoint is the one with the best "eval_reward"; use that')
-    trackers = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    if unknown := [name for name in trackers if name not in (*TRACKERS, "none")]:
+    if unknown := [name for name in args.report_to if name not in TRACKERS]:
         yield Refusal("report_to", f"{', '.join(unknown)} is not supported; use {', '.join(TRACKERS)}")
-    elif trackers and trackers != ["none"]:
-        yield from {"run.report_to": trackers, "report.project": args.project, "report.name": args.run_name}.items()
+    elif args.report_to:
+        yield from {
+            "run.report_to": args.report_to,
+            "report.project": args.project,
+            "report.name": args.run_name,
+        }.items()
 
 
 def _model(args: Any) -> Iterator[Found]:
@@ -192,7 +199,7 @@ def _optimizer(args: Any, schedule: Schedule) -> Iterator[Found]:
 def _engine(args: Any) -> Iterator[Found]:
     if not hasattr(args, "use_vllm"):  # the asynchronous trainer
         url = args.vllm_server_base_url
-        if isinstance(url, Unset) or url in ("http://localhost:8000", None) and not hasattr(args, "outpace"):
+        if isinstance(url, Unset) or (url == "http://localhost:8000" and not hasattr(args, "outpace")):
             return  # no server was named
         yield from {"engine.kind": "vllm", "engine.urls": [url], "engine.control_s": args.weight_sync_timeout}.items()
     elif args.use_vllm:
@@ -236,7 +243,11 @@ def _algorithm(args: Any) -> Iterator[Found]:
     elif loss == "sapo":
         own = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
     elif loss == "vespo":
-        own = {f"{a}_{sign}tive": getattr(args, f"vespo_{a}_{sign[:3]}") for a in ("k", "lambda") for sign in ("posi", "nega")}
+        own = {
+            f"{a}_{sign}tive": getattr(args, f"vespo_{a}_{sign[:3]}")
+            for a in ("k", "lambda")
+            for sign in ("posi", "nega")
+        }
     else:
         own = {"clip_low": args.epsilon, "clip_high": high} | ({} if args.delta is None else {"dual_clip": args.delta})
         loss = "gspo" if by_sequence else "ppo"
@@ -269,7 +280,11 @@ def _correction(args: Any, corrected: bool) -> Iterator[Found]:
     masks = [level] if corrected and how == "mask" else []
     yield "correction.weight", level if corrected else "none"
     if masks:  # the weights of what the mask keeps are not truncated
-        yield from {f"correction.{level}_low": low, f"correction.{level}_high": high or 1e9, "correction.cap": 0.0}.items()
+        yield from {
+            f"correction.{level}_low": low,
+            f"correction.{level}_high": high or 1e9,
+            "correction.cap": 0.0,
+        }.items()
     elif corrected:
         yield from {"correction.floor": low, "correction.cap": high or 0.0}.items()
     if args.off_policy_mask_threshold is not None:
