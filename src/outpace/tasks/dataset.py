@@ -273,20 +273,24 @@ def open_dataset(
     setting: str = "tasks.path",
 ) -> Dataset:
     """Open the dataset at `path`. Every error is a one-line `BadInput` that starts with `setting`."""
+    rows = open_rows(path, split=split, limit=limit, setting=setting)
+    return Dataset(
+        rows,
+        Path(path).stem,
+        limit=limit,
+        duplicate_ids=duplicate_ids,
+        setting=setting,
+        locate=rows.locate if isinstance(rows, JsonlRows) else "row {}".format,
+        source=path,
+    )
+
+
+def open_rows(path: str, *, split: str = "train", limit: int | None = None, setting: str = "tasks.path") -> Rows:
+    """Open the rows at `path`, which may have any columns."""
     file = Path(path).expanduser()
     if file.suffix in JSONL_SUFFIXES:
-        lines = JsonlRows(file, limit, setting)
-        return Dataset(
-            lines,
-            file.stem,
-            limit=limit,
-            duplicate_ids=duplicate_ids,
-            setting=setting,
-            locate=lines.locate,
-            source=path,
-        )
-    rows = _open_table(path, file, split, setting)
-    return Dataset(rows, file.stem, limit=limit, duplicate_ids=duplicate_ids, setting=setting, source=path)
+        return JsonlRows(file, limit, setting)
+    return _open_table(path, file, split, setting)
 
 
 class JsonlRows:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
@@ -54,16 +54,26 @@ def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) 
 
     `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself."""
     schedule = make_schedule(args, rows)
-    parts = (_run(args), _model(args), _sampling(args), _optimizer(args, schedule), _engine(args), _algorithm(args))
-    found = [*_refused_fields(args, known), *chain.from_iterable(parts)]
-    refuse([each for each in found if isinstance(each, Refusal)])
-    batch = {
+    return as_settings(find(args, schedule, known)), schedule
+
+
+def find(args: Any, schedule: Schedule, known: frozenset[str] = frozenset()) -> Iterator[Found]:
+    """Yield the settings and what is refused."""
+    yield from {
         "pacing.groups_per_step": schedule.groups,
         "algorithm.minibatches": schedule.minibatches,
         "algorithm.epochs_per_batch": schedule.passes,
         "run.steps": schedule.max_steps // schedule.updates,
-    }
-    return batch | dict(each for each in found if not isinstance(each, Refusal)), schedule
+    }.items()
+    parts = (_run(args), _model(args), _sampling(args), _optimizer(args, schedule), _engine(args), _algorithm(args))
+    yield from chain(_refused_fields(args, known), *parts)
+
+
+def as_settings(found: Iterable[Found]) -> dict[str, Any]:
+    """Return the settings; of one that is found twice, the last value. Raises one error for all refusals."""
+    everything = list(found)
+    refuse([each for each in everything if isinstance(each, Refusal)])
+    return dict(each for each in everything if not isinstance(each, Refusal))
 
 
 def refuse(refusals: list[Refusal]) -> None:
@@ -232,7 +242,8 @@ def _algorithm(args: Any) -> Iterator[Found]:
         return
     yield "pacing.max_lag", 0
     loss, by_sequence = args.loss_type, args.importance_sampling_level == "sequence"
-    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    apart = args.use_vllm or value_of(args, "async_prefetch", False)  # sampler and learner differ
+    corrected = apart and args.vllm_importance_sampling_correction
     if loss not in AGGREGATIONS:
         yield Refusal("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
         return
