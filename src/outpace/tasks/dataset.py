@@ -16,10 +16,11 @@ import os
 import re
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
-from itertools import repeat
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -187,6 +188,22 @@ class TaskSubset:
 
     def digest(self, indices: Indices) -> bytes:
         return content_digest(self._source, self._indices[indices])
+
+
+class JoinedRows:
+    """The rows of several sources, one after the other, each passed through a function when it is read."""
+
+    def __init__(self, parts: Sequence[tuple[Rows, Callable[[Any], Any]]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(rows) for rows, _ in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        part = bisect_right(self._ends, index)
+        rows, function = self._parts[part]
+        return function(rows[index - self._ends[part] + len(rows)])
 
 
 def _hash(name: str) -> int:

@@ -13,13 +13,6 @@ from outpace.tasks.producers import (
 )
 
 __all__ = [
-    "AsyncDataProducer",
-    "AsyncGRPOConfig",
-    "BaseDataProducer",
-    "DataProducer",
-    "DataProducerCallback",
-    "GRPODataProducer",
-    "ProducerConfig",
-    "RolloutDataset",
-    "make_rollout_collator",
-]
+    "AsyncDataProducer", "AsyncGRPOConfig", "BaseDataProducer", "DataProducer", "DataProducerCallback",
+    "GRPODataProducer", "ProducerConfig", "RolloutDataset", "make_rollout_collator",
+]  # fmt: skip

@@ -19,24 +19,6 @@ FIELDS: Mapping[str, Any] = {
     "reroll_max_groups": 1, "skip_zero_advantage_batches": True, "vllm_lora_sync": False,
 }  # fmt: skip
 
-TREATMENT: Mapping[str, str] = {
-    "use_data_producer": "`tasks.producer`: a `GRPODataProducer` with the rows of the dataset",
-    "async_prefetch": "`producer.async_prefetch`, `pacing.max_lag` (off: 0)",
-    "prefetch_depth": "`producer.prefetch_depth`, `pacing.depth`, `pacing.max_lag`",
-    "vllm_sync_interval": "`weights.every`, with `async_prefetch`; adds to `pacing.max_lag`",
-    "batch_flattening": "no effect: passes are always packed, without padding",
-    "streaming_partial_batch": "`pacing.chunk_groups`: the learner starts on parts of a batch",
-    "streaming_min_groups": "`pacing.chunk_groups`",
-    "reward_num_workers": "`rewards.workers`",
-    "replay_buffer_size": "`replay.mode` (fill), `replay.max_age`, `filter.uniform`; needs `use_data_producer`",
-    "replay_recompute_logps": "must be true: old logprobs are always recomputed",
-    "reroll_start_fraction": "`reroll.from_step`, a fraction of `run.steps`; 1.0 is off; needs `use_data_producer`",
-    "reroll_max_groups": "`reroll.max_groups`",
-    "skip_zero_advantage_batches": "no effect: zero advantages have no gradient",
-    "vllm_lora_sync": "no effect: adapters are always sent as such",
-}
-"""What happens to a field that TRL does not have, for docs/from_axolotl.md."""
-
 REROLLS = 1000
 """Axolotl repeats a prompt without limit; this is the largest one here."""
 

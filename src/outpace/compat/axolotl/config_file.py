@@ -9,6 +9,7 @@ with a config file works: overrides, `--dry-run`, `--resume`, `outpace eval` and
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,24 +19,14 @@ from typing import Any
 from outpace.compat.axolotl import keys
 from outpace.compat.axolotl.config import FIELDS, AsyncGRPOConfig, find_async, producer_options
 from outpace.compat.axolotl.data import open_tasks
+from outpace.compat.trl.config import AS_IN_TRL
 from outpace.compat.trl.settings import Found, Refusal, as_settings, find, make_schedule
 from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.monitoring.transformers_callbacks import Schedule
 from outpace.runtime.references import closest_names
 
-SECTIONS = ("trl", "vllm", "special_tokens")
-NOT_SET = (None, "", [], {})
-OFF = (*NOT_SET, False, "false", "no")
-SINGLE = (
-    "context_parallel_size",
-    "sequence_parallel_degree",
-    "tensor_parallel_size",
-    "dp_shard_size",
-    "dp_replicate_size",
-)
-"""Refused keys for which 1 is off too."""
-
+ALL_FIELDS = {field.name for field in dataclasses.fields(AsyncGRPOConfig)} - {"outpace"}  # type: ignore[arg-type]
 DEFAULTS: Mapping[str, Any] = {
     "output_dir": "./model-out", "per_device_train_batch_size": 1, "num_train_epochs": 1.0, "save_total_limit": 4,
     "lr_scheduler_type": "cosine", "gradient_checkpointing": False, "reroll_start_fraction": 1.0,
@@ -43,6 +34,9 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Fields whose default in a file differs from that of `AsyncGRPOConfig`."""
 
+SECTIONS = ("trl", "vllm", "special_tokens")
+NOT_SET = (None, "", [], {})
+OFF = (*NOT_SET, False, "false")
 LOCAL = ("0.0.0.0", "localhost", "127.0.0.1")
 NO_EFFECT_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 DATASET_KEYS = {"path", "name", "split", "type", "data_files", "ds_type"}
@@ -51,38 +45,36 @@ EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
 
 
 def settings_of(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Return the settings of a file. Reads its datasets, for the length of an epoch."""
+    """Return the settings of a file. Reads its datasets, because the length of a run depends on them."""
     given = dict(_flat(content))
     if given.get("rl") not in ("grpo", "gdpo"):
         raise BadInput(f"rl: {given.get('rl')} is not supported; outpace trains with grpo and gdpo")
-    options = _without_empty({**content, **{key: _datasets(key, given, file) for key in ("datasets", "test_datasets")}})
     places = {field: key for key in given if (field := _field(key)) is not None}
     args = AsyncGRPOConfig(**_fields(given, {field: given[key] for field, key in places.items()}))
-    data = {"tasks.name": f"{open_tasks.__module__}:open_tasks", "tasks.options": options}
-    named = make_config({**data, "model.path": given.get("base_model", ""), "rewards.functions": ["number"]})
-    train, heldout = open_tasks(named)
+    data = _data(content, given, file)
+    train, heldout = open_tasks(make_config(data | {"rewards.functions": ["number"]}))
     schedule = make_schedule(args, len(train))
     args.warmup_steps = _warmup(given, schedule)
     found = [
         *find(args, schedule, frozenset(FIELDS)),
         *find_async(args, schedule),
         *data.items(),
+        ("run.overwrite", False),
         *_refused(given),
         *_rewards(given, file),
         *_adapter(given),
         *_reporting(given),
         *_intervals(given, schedule, 0 if heldout is None else len(heldout)),
-        *_engines(given, args),
     ]
     if args.use_data_producer:
         found += {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}.items()
-    found += {"model.path": given.get("base_model"), "run.overwrite": False}.items()
-    by_key = [
+    settings = as_settings(
         Refusal(places.get(each.name, each.name), each.reason) if isinstance(each, Refusal) else each for each in found
-    ]
-    settings = as_settings(by_key)
+    )
+    if args.use_vllm and "vllm.data_parallel_size" in given:
+        settings["engine.count"] = given["vllm.data_parallel_size"]
     if given.get("vllm.enforce_eager") and "launch.args" in settings:
-        settings["launch.args"] = [*settings["launch.args"], "--enforce-eager"]
+        settings["launch.args"].append("--enforce-eager")
     return settings
 
 
@@ -94,84 +86,88 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
-def _without_empty(value: Any) -> Any:
-    """Return the content without what TOML cannot hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _without_empty(each) for key, each in value.items() if each is not None}
-    return [_without_empty(each) for each in value if each is not None] if isinstance(value, list) else value
-
-
 def _field(key: str) -> str | None:
+    """Return the field that a key sets, or None if it has another meaning."""
     section, _, name = key.rpartition(".")
-    if key in keys.RENAMED:
-        return keys.RENAMED[key]
-    return name if (section == "trl" and name in keys.TRL) or key in keys.TRAINING else None
+    is_field = name in ALL_FIELDS and (section == "trl" or (not section and name not in AS_IN_TRL))
+    return keys.RENAMED.get(key, name if is_field and key not in keys.TRANSLATED else None)
 
 
-def _fields(given: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    fields = {**DEFAULTS, **fields}
-    fields["bf16"] = bool(given.get("bf16", given.get("bfloat16", "float32" not in given)))
+def _fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    host = given.get("trl.vllm_server_host", given.get("vllm.host", LOCAL[0]))
+    fields = {
+        **DEFAULTS,
+        "beta": given.get("rl_beta", 0.0),
+        "multi_objective_aggregation": "normalize_then_sum" if given["rl"] == "gdpo" else "sum_then_normalize",
+        "vllm_server_port": given.get("vllm.port", 8000),
+        "vllm_mode": "server",
+        **found,
+        "vllm_server_host": host,
+        "bf16": bool(given.get("bf16", given.get("bfloat16", "float32" not in given))),
+        "shuffle_dataset": not given.get("curriculum_sampling", False),
+    }
     fields["gradient_checkpointing"] = bool(fields["gradient_checkpointing"])
-    fields["shuffle_dataset"] = not given.get("curriculum_sampling", False)
-    fields.setdefault("beta", given.get("rl_beta", 0.0))
-    if given["rl"] == "gdpo":
-        fields.setdefault("multi_objective_aggregation", "normalize_then_sum")
+    if host in LOCAL:
+        fields["vllm_mode"] = "colocate"  # outpace starts the server
     if "vllm_importance_sampling_clip_max" in fields:
         fields.setdefault("vllm_importance_sampling_cap", None)
-    host = given.get("trl.vllm_server_host", given.get("vllm.host", LOCAL[0]))
-    fields |= {
-        "vllm_server_host": host,
-        "vllm_server_port": given.get("trl.vllm_server_port", given.get("vllm.port", 8000)),
-    }
-    if host in LOCAL:  # outpace starts the server
-        fields["vllm_mode"] = "colocate"
-    else:
-        fields.setdefault("vllm_mode", "server")
     return fields
 
 
 def _refused(given: Mapping[str, Any]) -> Iterator[Refusal]:
     refused, harmless = keys.by_key(keys.REFUSED), keys.by_key(keys.WITHOUT_EFFECT)
-    known = {*keys.TRAINING, *keys.RENAMED, *keys.SETTINGS, *(f"trl.{key}" for key in keys.TRL), *harmless, *refused}
+    known = {*keys.TRANSLATED, *keys.RENAMED, *harmless, *refused, *ALL_FIELDS, *(f"trl.{name}" for name in ALL_FIELDS)}
     for key, value in given.items():
-        reason = refused.get(key, refused.get(key.partition(".")[0]) if key not in known else None)
-        if reason is not None and value not in OFF and not (key in SINGLE and value == 1):
+        reason = refused.get(key if key in known else key.partition(".")[0])
+        is_off = value in OFF or (key in keys.OFF_AT_1 and value == 1)
+        if reason is not None and not is_off:
             yield Refusal(key, reason)
         elif reason is None and key not in known:
             close = closest_names(key, known)
-            yield Refusal(key, f"Axolotl has no such key; did you mean {close[0]}?" if close else "no such key")
+            yield Refusal(key, "Axolotl has no such key" + (f"; did you mean {close[0]}?" if close else ""))
     if given.get("chat_template", "tokenizer_default") != "tokenizer_default":
         yield Refusal("chat_template", refused["chat_template_jinja"])
     for plugin in given.get("plugins", []):
         if not plugin.endswith(NO_EFFECT_PLUGINS):
             yield Refusal("plugins", f"{plugin} is not supported; leave it out")
-    if "base_model" not in given:
-        yield Refusal("base_model", "must be set")
 
 
-def _datasets(key: str, given: Mapping[str, Any], file: Path) -> list[dict[str, Any]] | None:
-    found = given.get(key)
-    if found is None and key == "datasets":
-        raise BadInput("datasets: must be set")
-    return None if found is None else [_dataset(key, each, file) for each in found]
+# ------------------------------------------------------------------------------------------------- data and rewards
+
+
+def _data(content: Mapping[str, Any], given: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    for key in ("base_model", "datasets"):
+        if key not in given:
+            raise BadInput(f"{key}: must be set")
+    found = {key: [_dataset(key, each, file) for each in given.get(key, [])] for key in ("datasets", "test_datasets")}
+    return {
+        "model.path": given["base_model"],
+        "tasks.name": f"{open_tasks.__module__}:{open_tasks.__name__}",
+        "tasks.options": _without_none({**content, **found}),
+    }
 
 
 def _dataset(key: str, given: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if unknown := [name for name, value in given.items() if name not in DATASET_KEYS and value not in OFF]:
         raise BadInput(f"{key}: {', '.join(unknown)} is not supported; leave it out")
-    path = given["path"] if "data_files" not in given else given["data_files"]
-    if isinstance(path, list):
-        if len(path) > 1:
-            raise BadInput(f"{key}.data_files: list one dataset for each file")
-        path = path[0]
+    path = given.get("data_files") or given["path"]
+    if isinstance(path, list) and len(path) > 1:
+        raise BadInput(f"{key}: data_files has several files; list one dataset for each")
+    path = path[0] if isinstance(path, list) else path
     local = next((folder / path for folder in _folders(file) if (folder / path).exists()), None)
-    place = str(local) if local is not None else f"{path}:{given['name']}" if given.get("name") else path
-    kind = given.get("type")
+    place = path if local is None else str(local)
     return {
-        "path": place,
-        "split": given.get("split", "train"),
-        "type": None if kind is None else _reference(kind, file),
+        "path": f"{place}:{given['name']}" if local is None and given.get("name") else place,
+        "split": given.get("split") or "train",
+        "type": given.get("type") and _reference(given["type"], file),
     }
+
+
+def _without_none(value: Any) -> Any:
+    """Return the value without None, which the config of a run cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
 def _folders(file: Path) -> tuple[Path, Path]:
@@ -189,8 +185,11 @@ def _rewards(given: Mapping[str, Any], file: Path) -> Iterator[Found]:
     names = given.get("trl.reward_funcs", [])
     for name in names:
         if "/" in name or "." not in name:
-            yield Refusal("trl.reward_funcs", f"{name} is not module.function; serve reward models and use judge")
+            yield Refusal("trl.reward_funcs", f"{name} is not module.function; serve a reward model and use judge")
     yield "rewards.functions", [_reference(name, file) for name in names]
+
+
+# ----------------------------------------------------------------------------------------- adapter, intervals, trackers
 
 
 def _adapter(given: Mapping[str, Any]) -> Iterator[Found]:
@@ -205,14 +204,10 @@ def _adapter(given: Mapping[str, Any]) -> Iterator[Found]:
         yield "lora.targets", list(given["lora_target_modules"])
 
 
-def _warmup(given: Mapping[str, Any], schedule: Schedule) -> float:
-    if "warmup_steps" in given:
-        return float(given["warmup_steps"])
-    return (
-        int(schedule.max_steps * given["warmup_ratio"])
-        if "warmup_ratio" in given
-        else min(schedule.max_steps * 3 // 100, 100)
-    )
+def _warmup(given: Mapping[str, Any], schedule: Schedule) -> int:
+    steps = schedule.max_steps
+    default = given["warmup_ratio"] * steps if "warmup_ratio" in given else min(0.03 * steps, 100)
+    return int(given.get("warmup_steps", default))
 
 
 def _intervals(given: Mapping[str, Any], schedule: Schedule, heldout: int) -> Iterator[Found]:
@@ -230,18 +225,12 @@ def _intervals(given: Mapping[str, Any], schedule: Schedule, heldout: int) -> It
 
 
 def _reporting(given: Mapping[str, Any]) -> Iterator[Found]:
-    used = {name for name in ("wandb", "mlflow", "trackio", "tensorboard") if given.get(f"use_{name}")}
-    if "wandb_project" in given and given.get("use_wandb", True) and given.get("wandb_mode") != "disabled":
-        used.add("wandb")
-    if used:
-        yield "run.report_to", sorted(used)
-    for key, setting in (("project", "report.project"), ("name", "report.name")):
-        named = [f"wandb_{key}", f"trackio_{'project_name' if key == 'project' else 'run_name'}"]
-        named.append("mlflow_experiment_name" if key == "project" else "mlflow_run_name")
-        if used and (found := next((given[name] for name in named if name in given), None)):
-            yield setting, found
-
-
-def _engines(given: Mapping[str, Any], args: AsyncGRPOConfig) -> Iterator[Found]:
-    if args.use_vllm and given.get("vllm.data_parallel_size"):
-        yield "engine.count", given["vllm.data_parallel_size"]
+    used = [name for name in ("wandb", "mlflow", "trackio", "tensorboard") if given.get(f"use_{name}")]
+    if "wandb_project" in given and given.get("use_wandb", True) and "wandb" not in used:
+        used.append("wandb")
+    if not used or given.get("wandb_mode") == "disabled":
+        return
+    yield "run.report_to", used
+    for setting, names in keys.REPORT.items():
+        if named := [given[name] for name in names if name in given]:
+            yield setting, named[0]

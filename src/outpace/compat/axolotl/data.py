@@ -5,20 +5,18 @@ datasets[i].path ─▶ rows ─▶ transform that datasets[i].type names ─▶
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from outpace.config import Config
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import load_tokenizer
 from outpace.runtime.references import accepted_parameters, load_function, named_parameters
-from outpace.tasks.dataset import Dataset, Rows, open_rows
+from outpace.tasks.dataset import Dataset, JoinedRows, open_rows
 from outpace.tasks.registry import TaskSources
 
-Transform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Transform = Callable[[Any], Mapping[str, Any]]
 
 
 class Options(dict[str, Any]):
@@ -27,22 +25,6 @@ class Options(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         value = self.get(name)
         return Options(value) if isinstance(value, dict) else value
-
-
-class JoinedRows:
-    """The rows of several datasets, one after the other, transformed when they are read."""
-
-    def __init__(self, parts: Sequence[tuple[Rows, Transform]]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(len(rows) for rows, _ in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        part = bisect_right(self._ends, index)
-        rows, transform = self._parts[part]
-        return transform(rows[index - self._ends[part] + len(rows)])
 
 
 def open_tasks(config: Config) -> TaskSources:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-TRAINING = frozenset({
-    "accelerator_config", "adam_beta1", "adam_beta2", "adam_epsilon", "auto_find_batch_size", "batch_flattening",
-    "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
-    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "deepspeed", "fp16",
-    "fsdp", "fsdp_config", "gradient_accumulation_steps", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-    "learning_rate", "load_best_model_at_end", "local_rank", "lr_scheduler_kwargs", "max_grad_norm", "max_steps",
-    "metric_for_best_model", "neftune_noise_alpha", "optim_args", "optim_target_modules", "output_dir",
-    "pad_to_multiple_of", "remove_unused_columns", "save_only_model", "save_total_limit", "seed", "tf32",
-    "torch_compile", "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps", "trust_remote_code",
-    "weight_decay",
-})  # fmt: skip
-"""Top-level keys that are fields of `AsyncGRPOConfig`."""
-
 RENAMED: Mapping[str, str] = {
     "micro_batch_size": "per_device_train_batch_size",
     "num_epochs": "num_train_epochs",
     "optimizer": "optim",
     "lr_scheduler": "lr_scheduler_type",
+    "eval_batch_size": "per_device_eval_batch_size",
     "trl.use_liger_loss": "use_liger_kernel",
     "trl.vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization",
@@ -30,58 +18,22 @@ RENAMED: Mapping[str, str] = {
 }
 """Keys that are fields under another name."""
 
-TRL = frozenset({
-    "beta", "max_completion_length", "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port",
-    "vllm_server_timeout", "reward_weights", "generation_batch_size", "num_generations", "log_completions",
-    "num_completions_to_print", "importance_sampling_level", "sync_ref_model", "ref_model_mixup_alpha",
-    "ref_model_sync_steps", "scale_rewards", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-    "generation_kwargs", "chat_template_kwargs", "num_iterations", "epsilon", "epsilon_high", "loss_type",
-    "mask_truncated_completions", "entropy_coef", "use_adaptive_entropy", "entropy_target", "entropy_coef_delta",
-    "entropy_coef_min", "entropy_coef_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max",
-    "log_multimodal", "vllm_enable_sleep_mode", "multi_objective_aggregation", "use_data_producer", "async_prefetch",
-    "prefetch_depth", "vllm_sync_interval", "streaming_partial_batch", "streaming_min_groups",
-    "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
-    "off_policy_mask_threshold", "use_bias_correction_kl", "reward_num_workers", "replay_buffer_size",
-    "replay_recompute_logps", "reroll_start_fraction", "reroll_max_groups", "skip_zero_advantage_batches",
-    "vllm_lora_sync",
+TRANSLATED = frozenset({
+    "base_model", "rl", "rl_beta", "bf16", "bfloat16", "float32", "chat_template", "adapter", "lora_r", "lora_alpha",
+    "lora_target_modules", "lora_target_linear", "datasets", "test_datasets", "val_set_size", "curriculum_sampling",
+    "warmup_steps", "warmup_ratio", "eval_steps", "evals_per_epoch", "eval_strategy", "save_steps", "saves_per_epoch",
+    "save_strategy", "use_wandb", "wandb_project", "wandb_name", "wandb_mode", "use_mlflow", "mlflow_experiment_name",
+    "mlflow_run_name", "use_trackio", "trackio_project_name", "trackio_run_name", "use_tensorboard", "plugins",
+    "trl.reward_funcs", "vllm.host", "vllm.port", "vllm.data_parallel_size", "vllm.enforce_eager",
 })  # fmt: skip
-"""Keys of the section `trl` that are fields of the same name."""
-
-SETTINGS: Mapping[str, str] = {
-    "base_model": "`model.path`",
-    "rl": "`grpo`, or `gdpo`: `advantage.name` (gdpo)",
-    "rl_beta": "`kl.coefficient`, if `trl.beta` is not set",
-    "bf16": "`model.dtype` (bfloat16, on a GPU)",
-    "bfloat16": "`model.dtype` (bfloat16, on a GPU)",
-    "float32": "`model.dtype` (float32)",
-    "chat_template": "only `tokenizer_default`, the template of the model",
-    "adapter": "`lora.rank`; only `lora`",
-    "lora_r": "`lora.rank`",
-    "lora_alpha": "`lora.alpha`",
-    "lora_target_modules": "`lora.targets`",
-    "lora_target_linear": "`lora.targets`: all linear layers, the default",
-    "datasets": "`tasks.name`: rows of all datasets, each with the transform that `type` names",
-    "test_datasets": "the same, held out",
-    "val_set_size": "a fraction or number of rows to hold out",
-    "curriculum_sampling": "`tasks.shuffle` off",
-    "warmup_steps": "`learner.lr_warmup_steps`; default: 3 % of the steps, at most 100",
-    "warmup_ratio": "`learner.lr_warmup_steps`",
-    "eval_steps": "`eval.every`", "evals_per_epoch": "`eval.every`", "eval_strategy": "`eval.every`",
-    "save_steps": "`checkpoint.every`", "saves_per_epoch": "`checkpoint.every`",
-    "save_strategy": "`checkpoint.every`; default: every epoch",
-    "use_wandb": "`run.report_to`", "wandb_project": "`run.report_to` and `report.project`",
-    "wandb_name": "`report.name`", "wandb_mode": "`disabled` turns reporting off",
-    "use_mlflow": "`run.report_to`", "mlflow_experiment_name": "`report.project`", "mlflow_run_name": "`report.name`",
-    "use_trackio": "`run.report_to`", "trackio_project_name": "`report.project`", "trackio_run_name": "`report.name`",
-    "use_tensorboard": "`run.report_to`",
-    "trl.reward_funcs": "`rewards.functions`",
-    "vllm.host": "`engine.urls`, if it is another machine; outpace starts local servers itself",
-    "vllm.port": "`engine.urls`, if the host is another machine",
-    "vllm.data_parallel_size": "`engine.count`",
-    "vllm.enforce_eager": "`launch.args`",
-    "plugins": "only those of Liger and cut cross-entropy, which have no effect",
-}  # fmt: skip
 """Keys that `config_file` translates itself."""
+
+REPORT: Mapping[str, tuple[str, ...]] = {
+    "report.project": ("wandb_project", "mlflow_experiment_name", "trackio_project_name"),
+    "report.name": ("wandb_name", "mlflow_run_name", "trackio_run_name"),
+}
+OFF_AT_1 = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "dp_shard_size")
+"""Refused keys for which 1 is off too."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompts and completions are limited by engine.context and rollout.max_tokens":
@@ -106,7 +58,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         "logging_steps include_tokens_per_second include_tkps debug profiler_steps profiler_steps_start "
         "wandb_watch wandb_log_model hf_mlflow_log_artifacts use_otel_metrics",
     "this is about other values of rl, or about inference":
-        "train_on_inputs eval_batch_size eval_table_size eval_max_new_tokens generate_samples gradio_title "
+        "train_on_inputs eval_table_size eval_max_new_tokens generate_samples gradio_title "
         "save_safetensors merge_lora strict",
 }  # fmt: skip
 """Keys of which any value is accepted, by the reason."""
