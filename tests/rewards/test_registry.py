@@ -177,16 +177,7 @@ def test_a_function_is_sent_by_reference_if_it_has_one_and_by_value_otherwise() 
 
 
 def test_a_function_may_require_the_functions_that_report_metrics_and_columns() -> None:
-    def logging(completions: Any, log_metric: Any, log_extra: Any) -> list[float]:
+    def logging(completions: Any, log_metric: Any, log_extra: Any, trainer_state: Any) -> list[float]:
         return []
 
     assert check_rewards([logging], columns=["answer"]) == [("logging", logging)]
-
-
-def test_an_argument_that_only_trl_passes_is_named_in_the_error() -> None:
-    def logging(completions: Any, trainer_state: Any) -> list[float]:
-        return []
-
-    message = bad_input_message(lambda: check_rewards([logging], columns=["answer"]))
-    assert message.startswith("rewards.functions: ")
-    assert all(key in message for key in ("logging", "trainer_state", "**kwargs")), message

@@ -201,7 +201,12 @@ class Game:
     async def _grade(self, task: Task, episode: Episode, client: HumanClient) -> None:
         columns = {name: [value] for name, value in task.columns.items()}
         rewards, timeout_s = self.reward_functions, self.config.rewards.timeout_s
-        optional: dict[str, list[Any]] = {"completion_ids": [[]], "environments": [client.environment]}
+        progress = {"global_step": 0, "max_steps": 0, "epoch": 0.0, "num_train_epochs": 0}
+        optional: dict[str, list[Any]] = {
+            "completion_ids": [[]],
+            "environments": [client.environment],
+            "trainer_state": [progress],
+        }
         try:
             (graded,) = await grade(
                 rewards.functions, rewards.weights, [task.prompt], [episode.completion], columns, timeout_s,

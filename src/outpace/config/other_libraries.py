@@ -71,7 +71,7 @@ USE: Mapping[str, str] = {
     "model.dtype and model.trust_remote_code (other arguments are not supported)": "model_init_kwargs",
     "model.trust_remote_code": "trust_remote_code",
     "model.system_prompt": "system_prompt",
-    "model.renderer (chat template arguments are not supported)": "chat_template_kwargs",
+    "model.template_arguments": "chat_template_kwargs",
     "tasks.path": "datasets prompt_data dataset_name",
     'tasks.path (.jsonl or .parquet with a column "prompt")': "data.train_files",
     'tasks.path ("owner/name:configuration")': "dataset_config",

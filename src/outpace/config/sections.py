@@ -139,6 +139,16 @@ class ModelConfig(Section):
     """System message added to every prompt that has none."""
     renderer: str | None = None
     """Chat renderer: `template`, or a family of the package `renderers`, such as `qwen3`. Default: by model name."""
+    text_prompts: Literal["message", "verbatim"] = "message"
+    """How a prompt that is text becomes tokens: as the message of a user, or tokenized as it is. Prompts that are
+    messages always use the chat template."""
+    template_arguments: dict[str, Any] = {}
+    """Variables of the model's chat template, such as `{enable_thinking = false}`. With any, `renderer` must be
+    `template`, and is by default."""
+
+    @property
+    def chat_renderer(self) -> str | None:
+        return "template" if self.renderer is None and self.template_arguments else self.renderer
 
 
 class TasksConfig(Section):

@@ -346,12 +346,22 @@ def _check_deterministic(config: Config) -> Iterator[str]:
         yield "run.device: run.deterministic needs the CPU; use cpu, or remove run.deterministic"
 
 
+def _check_template(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.template_arguments and model.chat_renderer != "template":
+        yield f"model.template_arguments: the renderer {model.renderer} has no template; leave model.renderer out"
+    for name in model.template_arguments:
+        if not name.isidentifier():
+            yield f"model.template_arguments: {one_line(repr(name), 60)} is not the name of a variable"
+
+
 def _check_report(config: Config) -> Iterator[str]:
     yield from tracker_problems(config.run.report_to)
 
 
 RULES: tuple[Rule, ...] = (
     _check_task_source,
+    _check_template,
     _check_producer,
     _check_options,
     _check_rewards,

@@ -92,9 +92,9 @@ class ChatFormat(ABC):
         """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens."""
-        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+    def encode(self, text: str, opens: bool = False) -> list[int]:
+        """Return the ids of plain text. `opens`: with the special tokens that a text begins with."""
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=opens)]
 
 
 class TemplateChatFormat(ChatFormat):

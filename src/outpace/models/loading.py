@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr
 from hashlib import blake2b
 from pathlib import Path
@@ -103,7 +103,10 @@ def load_model(
     return loaded
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, *, trust_remote_code: bool = False, template_arguments: Mapping[str, Any] | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer. `template_arguments` are variables that its chat template is rendered with."""
     directory = resolve_model(path)
     try:
         tokenizer: PreTrainedTokenizerBase = _tokenizer_class(directory).from_pretrained(
@@ -111,6 +114,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
         )
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"model.path {path}: no usable tokenizer: {_first_line(error)}") from error
+    if template_arguments:
+        given = (f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in template_arguments.items())
+        tokenizer.chat_template = "".join([*given, str(tokenizer.chat_template or "")])
     return tokenizer
 
 

@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
@@ -49,6 +49,9 @@ LOG_NAMES: Mapping[str, str] = {
 NEWEST = ("grad_norm", "learning_rate")
 """Of these, a log has the newest value; of others, the mean over the steps since the last log."""
 
+UNKNOWN = 1 << 40
+"""Forward passes of an epoch if the number of prompts is unknown."""
+
 STATE_FILE = "trainer_state.json"
 
 Flow = Generator[str, Any, None]
@@ -65,6 +68,30 @@ class Schedule:
     epoch_substeps: int  # forward passes of an epoch
     max_steps: int
     epochs: int
+
+    @classmethod
+    def of(cls, args: Any, rows: int | None, group: int, generation: int | None, passes: int) -> Self:
+        """Return the schedule of GRPO: completions for `generation` forward passes, in groups of the size `group`, are
+        sampled at once and trained on `passes` times. `args` are training arguments; `rows` is the number of prompts,
+        None if unknown. Only whole batches are trained on."""
+        size, substeps = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        generation = generation or substeps
+        samples, minibatches, times = size * generation, max(1, generation // substeps), passes
+        if substeps % (generation * passes) == 0:  # several generations in one step
+            samples, times = size * substeps // passes, 1
+        elif generation % substeps:
+            raise BadInput(f"steps_per_generation: not a multiple of gradient_accumulation_steps, {substeps}")
+        if samples % group or size * generation % group:
+            raise BadInput(f"num_generations: a batch of {samples} samples has no whole number of groups of {group}")
+        if rows is None and args.max_steps <= 0:
+            raise BadInput("max_steps: must be set, because the number of prompts is unknown")
+        epoch = UNKNOWN if rows is None else max(1, rows // (size * generation // group)) * generation * passes
+        steps, limited = math.ceil(epoch / substeps), args.max_steps > 0
+        limit = args.max_steps if limited else math.ceil(args.num_train_epochs * steps)
+        if limit % (minibatches * times):
+            raise BadInput(f"max_steps: {limit} is not a multiple of {minibatches * times}, the steps of a generation")
+        epochs = math.ceil(limit / steps if limited else args.num_train_epochs)
+        return cls(samples // group, minibatches, times, substeps, epoch, limit, epochs)
 
     @property
     def updates(self) -> int:
@@ -100,7 +127,9 @@ class TransformersCallbacks(Callback):
 
     blocking = True
 
-    def __init__(self, args: Any, callbacks: Sequence[Any] = (), model: Any = None, tokenizer: Any = None) -> None:
+    def __init__(
+        self, args: Any, schedule: Schedule, callbacks: Sequence[Any] = (), model: Any = None, tokenizer: Any = None
+    ) -> None:
         for each in callbacks:
             if not issubclass(each if isinstance(each, type) else type(each), TrainerCallback):
                 raise BadInput(f"callbacks: {one_line(repr(each), 60)} is not a transformers.TrainerCallback")
@@ -108,7 +137,7 @@ class TransformersCallbacks(Callback):
         make_handler: Any = CallbackHandler  # untyped
         self.handler = make_handler([DefaultFlowCallback, *callbacks], model, tokenizer, None, None)
         self.control, self.state = TrainerControl(), TrainerState()
-        self.schedule: Schedule | None = None
+        self.schedule = schedule
         self.eval_batches = 0  # calls of on_prediction_step of an evaluation; 0: nothing is held out
         self.error: BaseException | None = None  # raised by a callback
         self._flow: Flow | None = None
@@ -176,7 +205,6 @@ class TransformersCallbacks(Callback):
         self._call("on_train_end")
 
     def _begin(self, version: int) -> None:
-        assert self.schedule is not None
         file, step = Path(self.args.output_dir) / STATE_FILE, version * self.schedule.updates
         self.state = TrainerState.load_from_json(str(file)) if version and file.is_file() else TrainerState()
         self.state.log_history = [line for line in self.state.log_history if line["step"] <= step]
@@ -188,7 +216,6 @@ class TransformersCallbacks(Callback):
         self._call("on_train_begin")
 
     def _epochs(self) -> Flow:
-        assert self.schedule is not None
         if self.args.eval_on_start and self.state.global_step == 0:
             yield from self._evaluate()
         for epoch in range(self.state.global_step // self.schedule.epoch_steps, self.schedule.epochs):
@@ -210,8 +237,8 @@ class TransformersCallbacks(Callback):
         return self.control.should_epoch_stop or self.control.should_training_stop
 
     def _batch(self, epoch: int, metrics: Mapping[str, float]) -> Flow:
-        assert self.schedule is not None
-        logs, evaluate, save = log_names(metrics), False, False
+        logs = log_names({name: value for name, value in metrics.items() if not name.startswith("eval/")})
+        evaluate = save = False
         tokens = int(metrics.get("throughput/sampled_tokens", 0))
         self.state.num_input_tokens_seen += tokens
         for update in range(self.schedule.updates):
@@ -264,14 +291,13 @@ class TransformersCallbacks(Callback):
             return
         self.evaluate()
         started = time.time()
-        metrics = yield "on_evaluation"
+        self.evaluated((yield "on_evaluation"), started)
+
+    def evaluated(self, metrics: Mapping[str, float], started: float) -> dict[str, float]:
+        """Log the metrics of an evaluation, and return them by TRL's names."""
         for _ in range(self.eval_batches):
             self._call("on_prediction_step")
-        self.evaluated(metrics, time.time() - started)
-
-    def evaluated(self, metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-        """Log the metrics of an evaluation, and return them by TRL's names."""
-        logs = {**log_names(metrics), "eval_runtime": seconds}
+        logs = {**log_names(metrics), "eval_runtime": time.time() - started}
         self.log(logs)
         self._call("on_evaluate", metrics=logs)
         self._compare_with_best(logs)
@@ -288,7 +314,6 @@ class TransformersCallbacks(Callback):
             self.control.should_save = is_new
 
     def _save(self) -> Flow:
-        assert self.schedule is not None
         self.save()
         if self._checkpoint_step < self.state.global_step // self.schedule.updates:
             yield "on_checkpoint"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from outpace.errors import BadInput, RewardFailed, one_line, plural, with_article
 from outpace.monitoring.metric_table import current_log, log_extra, log_metric
@@ -56,6 +58,48 @@ def logging_arguments(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the arguments that the function names. They may be called on any thread."""
     log = current_log()
     return {name: LOGGING[name] if log is None else getattr(log, name) for name in named_parameters(function, LOGGING)}
+
+
+class TrainerProgress(msgspec.Struct, frozen=True):
+    """How far the run was when a completion was sampled: the argument `trainer_state`, with the names of TRL.
+
+    A step is one update of the optimizer. `max_steps` and `num_train_epochs` are 0 if the run has no such limit."""
+
+    global_step: int
+    max_steps: int
+    epoch: float
+    num_train_epochs: int
+
+
+def with_progress(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with `trainer_state` as one object instead of a list of dicts."""
+    given = dict(arguments)
+    if "trainer_state" in given:
+        given["trainer_state"] = TrainerProgress(**given["trainer_state"][0])
+    return given
+
+
+def with_all_arguments(function: F) -> F:
+    """Return a reward function that also gets, in its `**kwargs`, what is otherwise passed only by name, as in TRL."""
+    kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds or is_evaluator(function):
+        return function
+
+    def call(completion_ids: Any, trainer_state: Any, log_metric: Any, log_extra: Any, **columns: Any) -> Any:
+        own = {"completion_ids": completion_ids, "trainer_state": trainer_state}
+        return function(**own, log_metric=log_metric, log_extra=log_extra, **columns)
+
+    async def call_async(**arguments: Any) -> Any:
+        return await call(**arguments)
+
+    wrapper: Any = call_async if inspect.iscoroutinefunction(function) else call
+    wrapper.__name__ = getattr(function, "__name__", type(function).__name__)
+    wrapper.__signature__ = inspect.signature(call)
+    if "environments" in inspect.signature(function).parameters:
+        own = [inspect.Parameter("environments", inspect.Parameter.KEYWORD_ONLY)]
+        *before, columns = wrapper.__signature__.parameters.values()
+        wrapper.__signature__ = wrapper.__signature__.replace(parameters=[*before, *own, columns])
+    return cast(F, wrapper)
 
 
 Scores = list[float | None]

@@ -20,6 +20,7 @@ from outpace.rewards.functions import (
     is_evaluator,
     logging_arguments,
     unpack_arguments,
+    with_progress,
 )
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.user_code_child import serve_user_code
@@ -78,7 +79,7 @@ class GraderServer:
 
 def _call(function: Any, arguments: Arguments) -> Any:
     single = is_evaluator(function)
-    given = arguments | ({} if single else logging_arguments(function))
+    given = with_progress(arguments) | ({} if single else logging_arguments(function))
     returned = call_evaluator(function, given) if single else function(**given)
     returned = _await_result(returned) if inspect.isawaitable(returned) else returned
     return [returned] if single else returned

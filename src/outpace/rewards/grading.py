@@ -44,6 +44,7 @@ from outpace.rewards.functions import (
     is_evaluator,
     logging_arguments,
     pack_arguments,
+    with_progress,
 )
 from outpace.rewards.grader_process import Grader, ScoresRejected
 from outpace.rewards.registry import has_own_timeout, is_async
@@ -267,7 +268,7 @@ async def _score(
 def _call_with_copies(function: Reward, given: dict[str, list[Any]]) -> Any:
     """Call with copied arguments. The copying runs where the function runs: on a thread if it is synchronous."""
     copied = {key: list(map(_copy_containers, values)) for key, values in given.items()}
-    return function(**copied, **logging_arguments(function))
+    return function(**with_progress(copied), **logging_arguments(function))
 
 
 def _copy_containers(value: Any) -> Any:

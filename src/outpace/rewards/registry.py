@@ -34,8 +34,7 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 SETTING = "rewards.functions"
 ALWAYS_PASSED = ("prompts", "completions")
-NOT_PASSED = frozenset({"trainer_state"})
-ON_REQUEST = ("completion_ids", "environments")
+ON_REQUEST = ("completion_ids", "environments", "trainer_state")
 """Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
 function that names them runs in the rollout worker's process."""
 BUILT_IN = {
@@ -106,11 +105,6 @@ def check_rewards(
         if config is not None and named_parameters(function, ("environments",)):
             _check_environments_available(name, config)
         missing = set() if columns is None else _required(function) - {*columns, *ALWAYS_PASSED, *ON_REQUEST, *LOGGING}
-        if missing & NOT_PASSED:
-            raise BadInput(
-                f"{SETTING}: {name} requires TRL's {', '.join(sorted(missing & NOT_PASSED))}, which is not passed; "
-                "accept **kwargs instead"
-            )
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
             needs = ", ".join(sorted(missing))

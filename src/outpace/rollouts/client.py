@@ -84,6 +84,7 @@ class PolicyClient:
         self._sampler = TurnSampler(
             chat_format,
             config.model.system_prompt,
+            config.model.text_prompts == "verbatim",
             EpisodeRequests(engine, config, order, episode, turns, any_distribution),
             ConversationIndex(chat_format, {} if openings is None else openings),
         )

@@ -254,6 +254,7 @@ class TurnSampler:
 
     chat_format: ChatFormat
     system: str | None
+    verbatim: bool  # prompts that are text are tokenized as they are
     requests: EpisodeRequests
     conversations: ConversationIndex
     transcript: Transcript = field(default_factory=Transcript)
@@ -396,6 +397,9 @@ class Conversation:
     def _with_prompt(self, prompt: str | list[Message], tools: Sequence[Schema]) -> _ConversationState:
         state = self._state
         if state.turn is None and not state.pending:
+            if isinstance(prompt, str) and self._sampler.verbatim and not tools:
+                opening = self._sampler.chat_format.encode(prompt, opens=True)
+                return _ConversationState(None, tuple(opening), plain=True, source=PROMPT)
             messages = as_messages(prompt, self._sampler.system)
             opening = self._sampler.conversations.opening(messages, tools)
             return _ConversationState(None, tuple(opening), tuple(messages), tools, source=PROMPT)

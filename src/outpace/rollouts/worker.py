@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -326,7 +327,7 @@ class RolloutWorker:
                 self._rewards.weights,
                 [task.prompt] * len(ended),
                 [episode.completion for episode in ended],
-                {name: [value] * len(ended) for name, value in task.columns.items()},
+                {name: [value] * len(ended) for name, value in task.columns.items()} | _own_columns(ended),
                 self._config.rewards.timeout_s,
                 self._rewards.pool,
                 (task, ended),
@@ -360,7 +361,20 @@ class RolloutWorker:
             ]
         if "environments" in self._requested_arguments:
             given["environments"] = [client.environment for _, client in ended]
+        if "trainer_state" in self._requested_arguments:
+            given["trainer_state"] = [self._progress(clients[0].min_version)] * len(ended)
         return given
+
+    def _progress(self, version: Version) -> dict[str, float]:
+        """Return the fields of `TrainerProgress` at this version."""
+        run, batch, tasks = self._config.run, self._config.pacing.groups_per_step, max(1, len(self._train))
+        updates = self._config.algorithm.minibatches * self._config.algorithm.epochs_per_batch
+        return {
+            "global_step": version * updates,
+            "max_steps": (run.steps or 0) * updates,
+            "epoch": version * batch / tasks,
+            "num_train_epochs": run.epochs or math.ceil((run.steps or 0) * batch / tasks),
+        }
 
     def _with_reward(self, episode: Episode, graded: GradedCompletion, extra: dict[str, Any]) -> Episode:
         own = episode.rewards
@@ -372,6 +386,12 @@ class RolloutWorker:
         total = sum(own.values()) + (graded.total or 0.0)
         rewards, columns = {**own, **graded.parts}, {**episode.extra, **extra}
         return msgspec.structs.replace(episode, reward=total, rewards=rewards, extra=columns)
+
+
+def _own_columns(episodes: list[Episode]) -> dict[str, list[Any]]:
+    """Return the columns that finished attempts came with."""
+    names = {name for episode in episodes for name in episode.extra}
+    return {name: [episode.extra.get(name) for episode in episodes] for name in names}
 
 
 async def _timed(episode: Coroutine[Any, Any, Episode]) -> Episode:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outpace.config import Config
+from outpace.config.sections import ModelConfig
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
 from outpace.hardware.placement import ON_CPU, GpuAssignment, placement_of
@@ -318,7 +319,7 @@ def _worker(
     from outpace.checkpoint.journal import JournalWriter
     from outpace.engines.fleet import EngineFleet
     from outpace.models.chat_format import chat_format_for
-    from outpace.models.loading import eos_ids, load_tokenizer
+    from outpace.models.loading import eos_ids
     from outpace.rewards.grading import MAX_THREADS
     from outpace.rollouts.gateway.server import Gateway
     from outpace.rollouts.worker import RolloutWorker
@@ -329,7 +330,7 @@ def _worker(
 
     config, name = settings.parsed, spec.name
     start_idle_threads(MAX_THREADS)
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(config.model)
     decode = _decoder(tokenizer)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     if train is None or isinstance(train, TaskStream):
@@ -337,7 +338,7 @@ def _worker(
     return RolloutWorker(
         config=config,
         engines=EngineFleet(peers, connect=_connector(spec), decode=decode),
-        chat_format=chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
+        chat_format=chat_format_for(tokenizer, eos_ids(config.model.path), config.model.chat_renderer),
         train=train,
         heldout={**({} if heldout is None else {"": heldout}), **open_sets(config)},
         rollout=assembled.rollout,
@@ -355,6 +356,14 @@ def _connector(spec: ComponentSpec) -> Callable[[FleetMember], Awaitable[Engine]
     return lambda member: reconnecting_proxy(Engine, member.socket, spec.token, member.name)
 
 
+def _tokenizer(model: ModelConfig) -> Any:
+    from outpace.models.loading import load_tokenizer
+
+    return load_tokenizer(
+        model.path, trust_remote_code=model.trust_remote_code, template_arguments=model.template_arguments
+    )
+
+
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -365,7 +374,7 @@ def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     from outpace.engines.fleet import EngineFleet
     from outpace.models.chat_format import chat_format_for
-    from outpace.models.loading import eos_ids, load_tokenizer, vocabulary_size
+    from outpace.models.loading import eos_ids, vocabulary_size
     from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
     from outpace.tasks.stream import FILE as STREAM_FILE
     from outpace.tasks.stream import StreamedTasks
@@ -373,9 +382,7 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     settings, given = component_settings(spec), by_value.unpickle_objects(spec.code)
     _install_registered(given)
     config = settings.parsed
-    tokenizer = await asyncio.to_thread(
-        load_tokenizer, config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    tokenizer = await asyncio.to_thread(_tokenizer, config.model)
     learner = peers.pop(LEARNER, None)
 
     async def connect_learner() -> Learner:
@@ -387,7 +394,7 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     model = ProducerModel(
         config,
         EngineFleet(peers, connect=_connector(spec), decode=_decoder(tokenizer)),
-        chat_format_for(tokenizer, eos_ids(config.model.path), config.model.renderer),
+        chat_format_for(tokenizer, eos_ids(config.model.path), config.model.chat_renderer),
         connect_learner,
     )
     named = given.get("producer")

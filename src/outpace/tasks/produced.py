@@ -13,6 +13,7 @@ Columns of a finished attempt have the names that TRL gives them:
     versions                                   policy version, for all tokens or for each; default: the newest
     reward, rewards                            total, and parts by name; without both, the run's functions grade
     prompt, completion, stop                   text or messages, for reward functions and display, and the stop reason
+    extra                                      dict of further columns for reward functions, which may differ in a group
     group, id                                  which rows are attempts at the same prompt; default: adjacent rows with
                                                the same prompt_ids
 
@@ -48,7 +49,7 @@ LOGPROB_COLUMNS = ("logprobs", "sampling_per_token_logps")
 
 ROLLOUT_COLUMNS = {
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", *LOGPROB_COLUMNS, "versions"),
-    *("reward", "rewards", "completion", "stop", "group"),
+    *("reward", "rewards", "completion", "stop", "group", "extra"),
     # what the learner computes itself
     *("advantages", "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio", "num_items_in_batch"),
 }
@@ -214,12 +215,16 @@ def _episode(row: _Row, version: Version) -> Episode:
     if not isinstance(completion, str | list | None):
         raise row.bad(f"has a completion of type {type(completion).__name__}; use text or chat messages")
     rewards, reward = _rewards(row)
+    extra = row.values.get("extra") or {}
+    if not isinstance(extra, Mapping):
+        raise row.bad(f"has an extra of type {type(extra).__name__}; use a dict of columns")
     return Episode(
         [_trajectory(row, version)],
         completion=completion or "",
         rewards=rewards,
         reward=reward,
         stop="stop" if stop is None else str(stop),
+        extra=_plain(extra),
     )
 
 

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,54 @@ class GRPODataProducer(BaseDataProducer):
         count = len(self.prompt_dataset)
         order = np.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle_dataset else range(count)
         return [self.prompt_dataset[int(index)] for index in order[batch * self._prompts : (batch + 1) * self._prompts]]
+
+
+class RolloutFunctionProducer(GRPODataProducer):
+    """Gives the finished rollouts of a function in the form of TRL's `rollout_func`.
+
+    `rollout_func(prompts, trainer)` gets every prompt of a generation batch `num_generations` times, and returns lists
+    of `prompt_ids`, `completion_ids` and `logprobs`, one entry per prompt. `env_mask` marks the tokens of a completion
+    that the policy sampled. Any other entry goes to the reward functions: lists by completion, other values as they
+    are. `trainer` has `model`, `processing_class`, `args`, `num_generations` and `state.global_step`."""
+
+    def __init__(self, function: Callable[[list[Any], Any], Mapping[str, Any]], args: Any, prompts: Rows) -> None:
+        """`args`: TRL's `GRPOConfig`, or an object with its attributes."""
+        super().__init__(
+            None,
+            prompts,
+            num_generations=args.num_generations,
+            generation_batch_size=args.generation_batch_size,
+            train_batch_size=args.per_device_train_batch_size,
+            steps_per_generation=args.steps_per_generation,
+            shuffle_dataset=args.shuffle_dataset,
+            seed=args.seed,
+        )
+        self.function, self.args = function, args
+
+    def produce(self, model: Any, global_step: int, *, processing_class: Any = None, **kwargs: Any) -> list[Any]:
+        rows = [row for row in super().produce(model, global_step, **kwargs) for _ in range(self.num_generations)]
+        state = SimpleNamespace(global_step=global_step)
+        trainer = SimpleNamespace(
+            model=model,
+            processing_class=processing_class,
+            args=self.args,
+            num_generations=self.num_generations,
+            state=state,
+        )
+        output = dict(self.function([row["prompt"] for row in rows], trainer))
+        tokens: dict[str, Any] = {}
+        for name in ("prompt_ids", "completion_ids", "logprobs"):
+            if len(tokens.setdefault(name, output.pop(name, ()))) != len(rows):
+                raise BadInput(f"rollout_func: must return {name}, with one entry for each of the {len(rows)} prompts")
+        tokens |= {"tool_mask": output.pop("env_mask")} if "env_mask" in output else {}
+        return [
+            {**row, **_entry(tokens, index), "extra": _entry(output, index), "group": index // self.num_generations}
+            for index, row in enumerate(rows)
+        ]
+
+
+def _entry(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {name: values[index] if isinstance(values, list) else values for name, values in columns.items()}
 
 
 ALWAYS_SHARED = frozenset({"num_items_in_batch", "_pending_policy_logps"})

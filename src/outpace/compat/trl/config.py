@@ -18,6 +18,9 @@ class Unset(str):
     """A default that differs from the same text given by the user."""
 
 
+DEFAULT_URL = "http://localhost:8000"
+
+
 _SHARED: dict[str, Any] = {
     "output_dir": None,
     # length and optimizer
@@ -92,7 +95,7 @@ GRPO_FIELDS: Mapping[str, Any] = {
 ASYNC_FIELDS: Mapping[str, Any] = {
     **_SHARED,
     "lr_scheduler_type": "constant", "logging_steps": 1, "ignore_data_skip": True, "remove_unused_columns": True,
-    "max_completion_length": 2048, "vllm_server_base_url": Unset("http://localhost:8000"), "dtype": "float32",
+    "max_completion_length": 2048, "vllm_server_base_url": Unset(DEFAULT_URL), "dtype": "float32",
     "fork_threshold_tokens": 1024, "request_timeout": 600, "weight_sync_timeout": 1800, "token_budget": None,
     "max_inflight_tasks": -1, "max_staleness": 4, "queue_maxsize": 1024, "weight_sync_steps": 1,
     "heartbeat_stale_after_s": 300.0,
@@ -136,6 +139,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         given = vars(self)
+        given["train_batch_size"] = self.per_device_train_batch_size
+        given["eval_batch_size"] = self.per_device_eval_batch_size
         given["output_dir"] = str(self.output_dir or "trainer_output")
         trackers = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
         given["report_to"] = [name for name in trackers if name != "none"]
@@ -147,14 +152,6 @@ class TrainingConfig:
             given["metric_for_best_model"] = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             given["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
-
-    @property
-    def train_batch_size(self) -> int:
-        return int(self.per_device_train_batch_size)
-
-    @property
-    def eval_batch_size(self) -> int:
-        return int(self.per_device_eval_batch_size)
 
     def to_dict(self) -> dict[str, Any]:
         hidden = {name: f"<{name.upper()}>" for name in ("hub_token",) if getattr(self, name) is not None}

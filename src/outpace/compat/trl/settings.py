@@ -1,7 +1,7 @@
 """Translation of TRL's configs, ours or TRL's own, to outpace settings.
 
-    args ─▶ Schedule: what a batch is, how many optimizer steps it has ─┐
-         ─▶ parts below, each yields settings or refusals ──────────────┴─▶ settings, or one BadInput with every refusal
+    args ─▶ Schedule: what a batch is, how many steps it has ─┐
+         ─▶ the parts below: settings, or refusals ───────────┴─▶ settings, or one BadInput with every refusal
 
 A field counts as set if its value differs from the default of its class, also from what the class makes of the default.
 """
@@ -10,79 +10,75 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from outpace.compat.trl.config import AS_IN_TRL, Unset
+import torch
+
+from outpace.compat.trl.config import AS_IN_TRL, DEFAULT_URL, Unset
 from outpace.config.other_libraries import EQUIVALENTS
 from outpace.config.reporting import TRACKERS
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.transformers_callbacks import Schedule
 
-
-class Refusal(NamedTuple):
-    """A field, or an argument of the trainer, that cannot be used here."""
-
-    name: str
-    reason: str
-
-
-Found = tuple[str, Any] | Refusal
+Settings = dict[str, Any]
+"""By dotted key. None: the default of outpace."""
+Refuse = Callable[[str, str], object]
+"""Called with the name of a field that cannot be used, and the reason."""
 
 UNLIMITED = 1_000_000
 
 DIRECT = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "gradient_checkpointing", "seed", "full_determinism",
     "trust_remote_code", "num_generations", "temperature", "reward_weights", "shuffle_dataset", "entropy_coef",
-    "eval_on_start", "max_staleness", "weight_sync_steps", "request_timeout", "heartbeat_stale_after_s",
+    "chat_template_kwargs", "eval_on_start", "max_staleness", "weight_sync_steps", "request_timeout",
+    "heartbeat_stale_after_s", "vllm_max_model_length", "load_best_model_at_end",
 )  # fmt: skip
 """Fields whose values are those of the one setting that replaces them."""
 
 
-def plain(value: Any) -> Any:
+def value_of(args: Any, name: str, default: Any = None) -> Any:
+    value = getattr(args, name, default)
     return value.value if isinstance(value, Enum) else value
 
 
-def value_of(args: Any, name: str, default: Any = None) -> Any:
-    return plain(getattr(args, name, default))
+def translate(
+    args: Any, rows: int | None, known: frozenset[str] = frozenset(), refused: dict[str, str] | None = None
+) -> tuple[Settings, Schedule]:
+    """Return the settings, without the overrides in `args.outpace`, and the schedule.
 
-
-def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) -> tuple[dict[str, Any], Schedule]:
-    """Return the settings by dotted key, without the overrides in `args.outpace`, and the schedule.
-
-    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself."""
-    schedule = make_schedule(args, rows)
-    return as_settings(find(args, schedule, known)), schedule
-
-
-def find(args: Any, schedule: Schedule, known: frozenset[str] = frozenset()) -> Iterator[Found]:
-    """Yield the settings and what is refused."""
-    yield from {
+    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself. `refused`:
+    gets the fields that cannot be used, with the reasons, for the caller to `refuse`."""
+    generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
+    schedule = Schedule.of(args, rows, args.num_generations, generation, passes)
+    found_here = dict(_refused_fields(args, known))
+    found: Settings = {
+        **{EQUIVALENTS[name].settings[0]: value_of(args, name) for name in DIRECT},
         "pacing.groups_per_step": schedule.groups,
         "algorithm.minibatches": schedule.minibatches,
         "algorithm.epochs_per_batch": schedule.passes,
         "run.steps": schedule.max_steps // schedule.updates,
-    }.items()
-    parts = (_run(args), _model(args), _sampling(args), _optimizer(args, schedule), _engine(args), _algorithm(args))
-    yield from chain(_refused_fields(args, known), *parts)
+    }
+    for part in (_run, _model, _sampling, _optimizer, _engine, _algorithm):
+        found |= part(args, found_here.setdefault)
+    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
+    if value_of(args, "lr_scheduler_type") != "constant":
+        found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
+    if refused is None:
+        refuse(found_here)
+    else:
+        refused |= found_here
+    return {key: value for key, value in found.items() if value is not None}, schedule
 
 
-def as_settings(found: Iterable[Found]) -> dict[str, Any]:
-    """Return the settings; of one that is found twice, the last value. Raises one error for all refusals."""
-    everything = list(found)
-    refuse([each for each in everything if isinstance(each, Refusal)])
-    return dict(each for each in everything if not isinstance(each, Refusal))
+def refuse(reasons: dict[str, str]) -> None:
+    """Raise one error for all fields and arguments that cannot be used, if there are any."""
+    if reasons:
+        raise BadInput(". ".join(f"{name}: {one_line(reason, 200)}" for name, reason in reasons.items()))
 
 
-def refuse(refusals: list[Refusal]) -> None:
-    """Raise one error for all refusals, if there are any."""
-    if refusals:
-        raise BadInput(". ".join(f"{name}: {one_line(reason, 200)}" for name, reason in dict(refusals).items()))
-
-
-def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[Refusal]:
+def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[tuple[str, str]]:
     initial = type(args)(output_dir=args.output_dir)
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), getattr(initial, field.name)
@@ -90,140 +86,104 @@ def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[Refusal]:
             continue
         found = EQUIVALENTS.get(field.name)
         if found is None:
-            yield Refusal(field.name, "outpace does not know this field of TRL; leave this out")
+            yield field.name, "outpace does not know this field of TRL; leave this out"
         elif not found.settings and not found.harmless:
-            yield Refusal(field.name, found.note)
+            yield field.name, found.note
 
 
-def make_schedule(args: Any, rows: int | None) -> Schedule:
-    """Return what TRL trains on in a step, an epoch and the whole run."""
-    size, group, substeps = args.per_device_train_batch_size, args.num_generations, args.gradient_accumulation_steps
-    passes, generation = value_of(args, "num_iterations", 1), value_of(args, "steps_per_generation") or substeps
-    if hasattr(args, "generation_batch_size") and args.generation_batch_size != size * generation:
-        raise BadInput(
-            f"generation_batch_size: {args.generation_batch_size} is not a multiple of {size}, the batch size"
-        )
-    if generation % substeps == 0:  # one or several steps for each generation
-        samples, minibatches = size * generation, generation // substeps
-    elif substeps % (generation * passes) == 0:  # several generations in one step
-        samples, minibatches, passes = size * substeps // passes, 1, 1
-    else:
-        raise BadInput(
-            f"steps_per_generation: must be a multiple of gradient_accumulation_steps, {substeps}, or divide it"
-        )
-    if samples % group:
-        raise BadInput(
-            f"num_generations: a batch of {samples} samples has no whole number of groups of {group}; change "
-            "per_device_train_batch_size or gradient_accumulation_steps"
-        )
-    if rows is None and args.max_steps <= 0:
-        raise BadInput("max_steps: must be set, because the length of the data is unknown")
-    epoch = UNLIMITED if rows is None else max(1, rows // (size * generation // group)) * generation * passes
-    steps = math.ceil(epoch / substeps)
-    limit = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
-    epochs = math.ceil(args.max_steps / steps if args.max_steps > 0 else args.num_train_epochs)
-    if limit % (minibatches * passes):
-        raise BadInput(f"max_steps: {limit} is not a multiple of {minibatches * passes}, the steps of a generation")
-    return Schedule(samples // group, minibatches, passes, substeps, epoch, limit, epochs)
-
-
-def _run(args: Any) -> Iterator[Found]:
-    yield from (
-        (EQUIVALENTS[name].settings[0], value) for name in DIRECT if (value := value_of(args, name)) is not None
-    )
-    yield from {"run.dir": args.output_dir, "run.overwrite": True, "eval.end": False, "checkpoint.every": 0}.items()
-    yield "checkpoint.keep", args.save_total_limit or UNLIMITED
-    yield "checkpoint.keep_best", args.load_best_model_at_end
-    yield "eval.attempts", value_of(args, "num_generations_eval") or args.num_generations
-    if args.use_cpu:
-        yield "run.device", "cpu"
-    if args.load_best_model_at_end and (args.metric_for_best_model or "loss").removeprefix("eval_") != "reward":
-        yield Refusal("metric_for_best_model", 'the best checkpoint is the one with the best "eval_reward"; use that')
+def _run(args: Any, refuse: Refuse) -> Settings:
+    if args.load_best_model_at_end and str(args.metric_for_best_model).removeprefix("eval_") != "reward":
+        refuse("metric_for_best_model", 'the best checkpoint is that with the best "eval_reward"; use this metric')
+    if value_of(args, "hub_strategy") not in ("every_save", "end"):
+        refuse("hub_strategy", "only the trained model is uploaded, not checkpoints; leave this out")
     if unknown := [name for name in args.report_to if name not in TRACKERS]:
-        yield Refusal("report_to", f"{', '.join(unknown)} is not supported; use {', '.join(TRACKERS)}")
-    elif args.report_to:
-        yield from {
-            "run.report_to": args.report_to,
-            "report.project": args.project,
-            "report.name": args.run_name,
-        }.items()
+        refuse("report_to", f"{', '.join(unknown)} is not supported; use {', '.join(TRACKERS)}")
+    return {
+        "run.dir": args.output_dir,
+        "run.overwrite": True,
+        "run.device": "cpu" if args.use_cpu else None,
+        "run.report_to": args.report_to,
+        "report.project": args.project if args.report_to else None,
+        "report.name": args.run_name if args.report_to else None,
+        "checkpoint.every": 0,  # callbacks ask for checkpoints and evaluations
+        "checkpoint.keep": args.save_total_limit or UNLIMITED,
+        "eval.end": False,
+        "eval.attempts": value_of(args, "num_generations_eval") or args.num_generations,
+    }
 
 
-def _model(args: Any) -> Iterator[Found]:
+def _model(args: Any, refuse: Refuse) -> Settings:
     given = dict(args.model_init_kwargs or {})
-    yield from (("model.trust_remote_code", given.pop(name)) for name in ("trust_remote_code",) if name in given)
+    trusted = given.pop("trust_remote_code", args.trust_remote_code)
     asked = str(given.pop("dtype", given.pop("torch_dtype", value_of(args, "dtype", "auto")))).removeprefix("torch.")
     for name in set(given) - {"attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "use_kernels"}:
-        yield Refusal("model_init_kwargs", f"{name} is not supported; leave it out")
+        refuse("model_init_kwargs", f"{name} is not supported; leave it out")
     if args.fp16 or asked == "float16":
-        yield Refusal("fp16" if args.fp16 else "dtype", "fp16 is not supported; use bfloat16 or float32")
-    yield "model.dtype", "bfloat16" if asked == "bfloat16" or (args.bf16 and _has_gpu(args)) else "float32"
+        refuse("fp16" if args.fp16 else "dtype", "fp16 is not supported; use bfloat16 or float32")
+    mixed = args.bf16 and torch.cuda.is_available() and not args.use_cpu
+    return {
+        "model.dtype": "bfloat16" if mixed or asked == "bfloat16" else "float32",
+        "model.trust_remote_code": trusted,
+        "model.text_prompts": "verbatim",
+    }
 
 
-def _has_gpu(args: Any) -> bool:
-    import torch
-
-    return torch.cuda.is_available() and not args.use_cpu
-
-
-def _sampling(args: Any) -> Iterator[Found]:
-    yield "rollout.max_tokens", args.max_completion_length
-    yield "rollout.max_episode_tokens", args.max_completion_length
-    calls = args.max_tool_calling_iterations
-    yield "rollout.max_turns", UNLIMITED if calls is None else calls + 1
-    yield "rewards.timeout_s", 300.0  # TRL has no limit
-    yield "filter.uniform", False
-    yield "filter.truncated", "mask" if value_of(args, "mask_truncated_completions") else "train"
+def _sampling(args: Any, refuse: Refuse) -> Settings:
     for name, neutral in (("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
         if getattr(args, name) != neutral:
-            yield Refusal(name, EQUIVALENTS["min_p"].note)
-    if args.chat_template_kwargs:
-        yield Refusal("chat_template_kwargs", EQUIVALENTS["chat_template_kwargs"].note)
+            refuse(name, EQUIVALENTS["min_p"].note)
     generation = dict(value_of(args, "generation_kwargs") or {})
-    for name in ("stop", "stop_strings"):
-        if name in generation:
-            yield "rollout.stop", [stop] if isinstance(stop := generation.pop(name), str) else list(stop)
+    stop = generation.pop("stop_strings", generation.pop("stop", []))
     for name in generation:
-        yield Refusal("generation_kwargs", f"{name} is not supported; leave it out")
+        refuse("generation_kwargs", f"{name} is not supported; leave it out")
+    calls = args.max_tool_calling_iterations
+    return {
+        "rollout.stop": [stop] if isinstance(stop, str) else list(stop),
+        "rollout.max_tokens": args.max_completion_length,
+        "rollout.max_episode_tokens": args.max_completion_length,
+        "rollout.max_turns": UNLIMITED if calls is None else calls + 1,
+        "rewards.timeout_s": 300.0,  # TRL has no limit
+        "filter.uniform": False,
+        "filter.truncated": "mask" if value_of(args, "mask_truncated_completions") else "train",
+    }
 
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 
 
-def _optimizer(args: Any, schedule: Schedule) -> Iterator[Found]:
-    kind = value_of(args, "lr_scheduler_type")
+def _optimizer(args: Any, refuse: Refuse) -> Settings:
     if value_of(args, "optim") not in ADAMW:
-        yield Refusal("optim", EQUIVALENTS["optim"].note)
-    if kind not in SCHEDULES:
-        yield Refusal("lr_scheduler_type", f"{kind} is not supported; use {', '.join(SCHEDULES)}")
-    else:
-        yield "learner.schedule", SCHEDULES[kind]
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
-    yield "learner.lr_warmup_steps", 0 if kind == "constant" else math.ceil(warmup / schedule.updates)
-    yield "learner.max_grad_norm", args.max_grad_norm if args.max_grad_norm > 0 else float(UNLIMITED)
-    if (value_of(args, "token_budget") or 0) > 0:
-        yield "learner.tokens_per_pass", args.token_budget
+        refuse("optim", EQUIVALENTS["optim"].note)
+    if (kind := value_of(args, "lr_scheduler_type")) not in SCHEDULES:
+        refuse("lr_scheduler_type", f"{kind} is not supported; use {', '.join(SCHEDULES)}")
+    budget = value_of(args, "token_budget") or 0
+    return {
+        "learner.schedule": SCHEDULES.get(kind),
+        "learner.max_grad_norm": args.max_grad_norm if args.max_grad_norm > 0 else float(UNLIMITED),
+        "learner.tokens_per_pass": budget if budget > 0 else None,
+    }
 
 
-def _engine(args: Any) -> Iterator[Found]:
+def _engine(args: Any, refuse: Refuse) -> Settings:
+    url = args.vllm_server_base_url
     if not hasattr(args, "use_vllm"):  # the asynchronous trainer
-        url = args.vllm_server_base_url
-        if isinstance(url, Unset) or (url == "http://localhost:8000" and not hasattr(args, "outpace")):
-            return  # no server was named
-        yield from {"engine.kind": "vllm", "engine.urls": [url], "engine.control_s": args.weight_sync_timeout}.items()
-    elif args.use_vllm:
-        yield "engine.kind", "vllm"
-        yield from (("engine.context", length) for length in [args.vllm_max_model_length] if length is not None)
-        if args.vllm_mode == "server":
-            address = f"http://{args.vllm_server_host}:{args.vllm_server_port}".replace("//0.0.0.0", "//localhost")
-            yield "engine.urls", [args.vllm_server_base_url or address]
-            return
-        options = {"--tensor-parallel-size": args.vllm_tensor_parallel_size, "--model-impl": args.vllm_model_impl}
-        yield "launch.args", [text for name, of in options.items() if of not in (1, "vllm") for text in (name, str(of))]
-        yield "launch.start_s", max(600.0, args.vllm_server_timeout)
-        if args.vllm_gpu_memory_utilization != 0.3:
-            yield "launch.gpu_memory", args.vllm_gpu_memory_utilization
+        if isinstance(url, Unset) or (url == DEFAULT_URL and not hasattr(args, "outpace")):
+            return {}  # no server was named
+        return {"engine.kind": "vllm", "engine.urls": [url], "engine.control_s": args.weight_sync_timeout}
+    if not args.use_vllm:
+        return {"engine.context": None}
+    if args.vllm_mode == "server":
+        host = args.vllm_server_host.replace("0.0.0.0", "localhost")
+        return {"engine.kind": "vllm", "engine.urls": [url or f"http://{host}:{args.vllm_server_port}"]}
+    options = {"--tensor-parallel-size": args.vllm_tensor_parallel_size, "--model-impl": args.vllm_model_impl}
+    memory = args.vllm_gpu_memory_utilization
+    return {
+        "engine.kind": "vllm",
+        "launch.args": [text for name, of in options.items() if of not in (1, "vllm") for text in (name, str(of))],
+        "launch.start_s": max(600.0, args.vllm_server_timeout),
+        "launch.gpu_memory": None if memory == 0.3 else memory,
+    }
 
 
 AGGREGATIONS = {
@@ -232,83 +192,58 @@ AGGREGATIONS = {
 }  # fmt: skip
 
 
-def _algorithm(args: Any) -> Iterator[Found]:
+def _algorithm(args: Any, refuse: Refuse) -> Settings:
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if not hasattr(args, "loss_type"):  # the asynchronous trainer: PPO clip against the sampler, read in order
-        yield from _policy_loss("ppo", "token_mean", "rollout", clip_low=args.epsilon, clip_high=high)
-        yield from {"advantage.name": "grpo", "tasks.shuffle": False}.items()
-        if args.max_inflight_tasks > 0:
-            yield "pacing.max_running", args.max_inflight_tasks
-        return
-    yield "pacing.max_lag", 0
+    clip = {"policy_loss.clip_low": args.epsilon, "policy_loss.clip_high": high}
+    if not hasattr(args, "loss_type"):  # the asynchronous trainer: PPO clip against the sampler, data in order
+        policy = {"name": "ppo", "aggregation": "token_mean", "old_policy": "rollout"}
+        running = args.max_inflight_tasks if args.max_inflight_tasks > 0 else None
+        other = {"advantage.name": "grpo", "tasks.shuffle": False, "pacing.max_running": running}
+        return {f"policy_loss.{key}": value for key, value in policy.items()} | clip | other
     loss, by_sequence = args.loss_type, args.importance_sampling_level == "sequence"
-    apart = args.use_vllm or value_of(args, "async_prefetch", False)  # sampler and learner differ
-    corrected = apart and args.vllm_importance_sampling_correction
     if loss not in AGGREGATIONS:
-        yield Refusal("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
-        return
-    if by_sequence and loss in ("cispo", "sapo", "vespo"):
-        yield Refusal("importance_sampling_level", f"sequence is not supported with {loss}; leave this out")
-    if loss == "cispo":
-        own: dict[str, Any] = {"cap": high}
-    elif loss == "sapo":
-        own = {"tau_positive": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
-    elif loss == "vespo":
-        own = {
-            f"{a}_{sign}tive": getattr(args, f"vespo_{a}_{sign[:3]}")
-            for a in ("k", "lambda")
-            for sign in ("posi", "nega")
-        }
-    else:
-        own = {"clip_low": args.epsilon, "clip_high": high} | ({} if args.delta is None else {"dual_clip": args.delta})
-        loss = "gspo" if by_sequence else "ppo"
-        if by_sequence and args.delta is not None:
-            yield Refusal("delta", "a sequence ratio has no second clip; leave this out")
-    old = "rollout" if loss == "vespo" and corrected else "recomputed"
-    yield from _policy_loss(loss, AGGREGATIONS[args.loss_type], old, **own)
-    yield from _advantage(args)
-    yield from _correction(args, corrected and loss != "vespo")
-    yield from _kl(args)
+        refuse("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
+    if by_sequence and (loss in ("cispo", "sapo", "vespo") or args.delta is not None):
+        refuse(
+            "importance_sampling_level",
+            "a sequence ratio needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta",
+        )
+    if args.beta and args.sync_ref_model and args.ref_model_mixup_alpha != 1.0:
+        refuse("ref_model_mixup_alpha", "the reference is replaced, not mixed; set it to 1.0")
+    own = {
+        "cispo": {"policy_loss.cap": high},
+        "sapo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:5] == "sapo_"},
+        "vespo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:6] == "vespo_"},
+    }.get(loss, {**clip, "policy_loss.dual_clip": args.delta})
+    is_apart = args.use_vllm or value_of(args, "async_prefetch", False)  # sampler and learner differ
+    corrected = is_apart and args.vllm_importance_sampling_correction
+    combined = args.multi_objective_aggregation == "normalize_then_sum"
+    return {
+        "pacing.max_lag": 0,
+        "policy_loss.name": loss if loss in ("cispo", "sapo", "vespo") else "gspo" if by_sequence else "ppo",
+        "policy_loss.aggregation": AGGREGATIONS.get(loss),
+        "policy_loss.old_policy": "rollout" if loss == "vespo" and corrected else "recomputed",
+        **own,
+        "advantage.name": "gdpo" if combined else "grpo" if args.scale_rewards == "group" else "dr_grpo",
+        "advantage.normalizer": "batch_std" if args.scale_rewards == "batch" and not combined else None,
+        **_correction(args, corrected and loss != "vespo"),
+        "kl.coefficient": args.beta,
+        "kl.estimator": None if not args.beta else "unbiased" if args.use_bias_correction_kl else "k3",
+        "kl.sync_every": args.ref_model_sync_steps if args.beta and args.sync_ref_model else None,
+    }
 
 
-def _policy_loss(name: str, aggregation: str, old_policy: str, **own: Any) -> Iterator[Found]:
-    settings = {"name": name, "aggregation": aggregation, "old_policy": old_policy, **own}
-    yield from ((f"policy_loss.{key}", value) for key, value in settings.items())
-
-
-def _advantage(args: Any) -> Iterator[Found]:
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        yield "advantage.name", "gdpo"
-        return
-    yield "advantage.name", "grpo" if args.scale_rewards in ("group", True) else "dr_grpo"
-    if args.scale_rewards == "batch":
-        yield "advantage.normalizer", "batch_std"
-
-
-def _correction(args: Any, corrected: bool) -> Iterator[Found]:
+def _correction(args: Any, corrected: bool) -> Settings:
     low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max
     level, _, how = args.vllm_importance_sampling_mode.partition("_")
-    masks = [level] if corrected and how == "mask" else []
-    yield "correction.weight", level if corrected else "none"
-    if masks:  # the weights of what the mask keeps are not truncated
-        yield from {
-            f"correction.{level}_low": low,
-            f"correction.{level}_high": high or 1e9,
-            "correction.cap": 0.0,
-        }.items()
-    elif corrected:
-        yield from {"correction.floor": low, "correction.cap": high or 0.0}.items()
-    if args.off_policy_mask_threshold is not None:
-        masks = [*masks, "opsm"]
-        yield "correction.opsm_delta", args.off_policy_mask_threshold
-    yield "correction.masks", masks
-
-
-def _kl(args: Any) -> Iterator[Found]:
-    yield "kl.coefficient", args.beta
-    if args.beta:
-        yield "kl.estimator", "unbiased" if args.use_bias_correction_kl else "k3"
-    if args.beta and args.sync_ref_model:
-        yield "kl.sync_every", args.ref_model_sync_steps
-        if args.ref_model_mixup_alpha != 1.0:
-            yield Refusal("ref_model_mixup_alpha", "the reference is replaced, not mixed; set it to 1.0")
+    masked, threshold = corrected and how == "mask", args.off_policy_mask_threshold
+    return {
+        "correction.weight": level if corrected else "none",
+        "correction.masks": [level] * masked + ["opsm"] * (threshold is not None),
+        "correction.opsm_delta": threshold,
+        f"correction.{level}_low": low if masked else None,
+        f"correction.{level}_high": (high or float(UNLIMITED)) if masked else None,
+        "correction.floor": low if corrected and not masked else None,
+        # What a mask keeps is weighted by its ratio, without a limit.
+        "correction.cap": None if not corrected else 0.0 if masked else high or 0.0,
+    }
