@@ -70,8 +70,8 @@ outpace: weights.every: engines would lag by 3 versions, but pacing.max_lag allo
 outpace: policy_loss.clip_low: this is a setting of ppo, gspo, gmpo; the policy loss truncated_is takes cap
 ```
 
-Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl are rejected with a hint: see [from TRL](from_trl.md) and
-[algorithms](algorithms.md#coming-from-elsewhere).
+Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl are rejected with a hint: see [from TRL](from_trl.md),
+[from verl](from_verl.md) and [algorithms](algorithms.md#coming-from-elsewhere).
 
 ## Resolved config
 

@@ -15,8 +15,8 @@ import pytest
 
 import outpace
 from outpace import cli, errors
-from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS, RATIO_BINS
+from outpace.algorithms import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
+from outpace.algorithms.corrections import RATIO_BINS
 from outpace.algorithms.registry import Aggregation, Credit, OldPolicy
 from outpace.config.algorithm import weight_settings
 from outpace.config.load import FIELDS, KNOWN, SECTIONS, make_config, parse_arguments
@@ -24,6 +24,7 @@ from outpace.config.other_libraries import RENAMED
 from outpace.config.presets import PRESETS
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.metric_table import BUILT_IN
+from outpace.registry import REGISTRIES
 from outpace.simulator import settings as simulation
 from support import resolved
 
@@ -106,7 +107,7 @@ def test_every_documented_setting_exists(name: str) -> None:
     named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
     unknown = {f"{section}.{key}" for section, key in named} - (set(KNOWN) | simulated_settings(name))
     refused = {"pacing.maxlag"}  # shown as an example of what is refused
-    own = {"policy_loss.floor"}  # of the example's own policy loss
+    own = {"policy_loss.floor", "correction.longest"}  # of functions in examples
     assert unknown <= refused | own | set(RENAMED)
 
 
@@ -141,8 +142,8 @@ def test_the_metrics_page_is_up_to_date_and_has_a_row_for_every_metric() -> None
     assert all(metric.meaning and metric.source for metric in BUILT_IN.values())
 
 
-def test_help_lists_every_built_in_loss_estimator_and_normalizer() -> None:
-    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS):
+def test_help_lists_every_built_in_loss_estimator_normalizer_and_mask() -> None:
+    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS, MASKS):
         words = set(re.findall(r"\w+", FIELDS[registry.setting].description or ""))
         assert set(registry.built_in) <= words, registry.setting
 
@@ -227,9 +228,9 @@ PRESET_ROW = re.compile(r"^\| `(\w+)` \|((?:[^|\n]*\|){7})$", re.MULTILINE)
 
 
 def test_every_built_in_algorithm_choice_is_on_the_algorithms_page() -> None:
-    built_in = {name for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS) for name in registry.built_in}
+    built_in = {name for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS, MASKS) for name in registry.built_in}
     choices = {*get_args(OldPolicy), *get_args(Aggregation), *get_args(Credit)}
-    assert built_in | choices | set(MASKS) | set(PRESETS) <= set(spans(ALGORITHMS))
+    assert built_in | choices | set(PRESETS) <= set(spans(ALGORITHMS))
 
 
 def test_every_algorithm_setting_is_on_the_algorithms_page() -> None:
@@ -300,3 +301,12 @@ def test_every_dependency_and_extra_is_explained() -> None:
     required = {re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]}
     extras = set(project["optional-dependencies"]) - {"dev"}
     assert required | extras <= set(spans("docs/dependencies.md"))
+
+
+def test_the_page_on_extending_has_a_row_for_every_registry() -> None:
+    rows = [line for line in text_of("docs/extending.md").splitlines() if "`@outpace." in line]
+    assert sorted(rows) == sorted(
+        f"| {kind.word} | {', '.join(f'`{setting}`' for setting in kind.settings)} | `@outpace.{kind.decorator}` | "
+        f"`{kind.group}` | `{kind.signature}` |"
+        for kind in REGISTRIES
+    )

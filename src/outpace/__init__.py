@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outpace.algorithms.advantages import BatchAdvantages, GroupReturns
     from outpace.algorithms.losses import Tokens
-    from outpace.algorithms.registry import advantage, normalizer, policy_loss
+    from outpace.algorithms.registry import advantage, mask, normalizer, policy_loss
     from outpace.config import Config
     from outpace.config.producer import ProducerConfig
     from outpace.controller.evaluation import Evaluation
     from outpace.monitoring.callbacks import Callback, DataProducerCallback
     from outpace.monitoring.metric_table import log_metric, metric
     from outpace.monitoring.rollout_files import read_rollouts
+    from outpace.registry import environment, register_reward, register_task, tracker, transport
     from outpace.rewards.functions import evaluator
-    from outpace.rewards.registry import register as register_reward
     from outpace.rollouts.episode import rollout
     from outpace.tasks.producers import (
         AsyncDataProducer,
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         RolloutDataset,
         make_rollout_collator,
     )
-    from outpace.tasks.registry import register as register_task
     from outpace.trainer import Trainer
     from outpace.types import Answer, Endpoint, Episode, Task, Trajectory
 
@@ -52,9 +51,11 @@ __all__ = [
     "Trajectory",
     "__version__",
     "advantage",
+    "environment",
     "evaluator",
     "log_metric",
     "make_rollout_collator",
+    "mask",
     "metric",
     "normalizer",
     "policy_loss",
@@ -62,6 +63,8 @@ __all__ = [
     "register_reward",
     "register_task",
     "rollout",
+    "tracker",
+    "transport",
 ]
 
 _PUBLIC_NAMES = {
@@ -85,16 +88,20 @@ _PUBLIC_NAMES = {
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
+    "environment": "outpace.registry",
     "evaluator": "outpace.rewards.functions",
     "log_metric": "outpace.monitoring.metric_table",
     "make_rollout_collator": "outpace.tasks.producers",
+    "mask": "outpace.algorithms.registry",
     "metric": "outpace.monitoring.metric_table",
     "normalizer": "outpace.algorithms.registry",
     "policy_loss": "outpace.algorithms.registry",
     "read_rollouts": "outpace.monitoring.rollout_files",
-    "register_reward": "outpace.rewards.registry:register",
-    "register_task": "outpace.tasks.registry:register",
+    "register_reward": "outpace.registry",
+    "register_task": "outpace.registry",
     "rollout": "outpace.rollouts.episode",
+    "tracker": "outpace.registry",
+    "transport": "outpace.registry",
 }
 
 
@@ -104,5 +111,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'outpace' has no attribute {name!r}")
     import importlib
 
-    module, _, attribute = _PUBLIC_NAMES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute or name)
+    return getattr(importlib.import_module(_PUBLIC_NAMES[name]), name)

@@ -7,14 +7,16 @@ and the advantage; a pass is a list of sequences, which may be empty.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from outpace.algorithms import MASKS
 from outpace.algorithms.losses import Tokens
+from outpace.algorithms.registry import ConfiguredFunction, MaskRegistration
 
 
 class Token(NamedTuple):
@@ -49,6 +51,11 @@ def with_one_advantage(sequences: Pass) -> Pass:
 def on_rollout(sequences: Pass) -> Pass:
     """Use the sampler as the old policy."""
     return [[token._replace(old=token.sampler) for token in sequence] for sequence in sequences]
+
+
+def masks_of(settings: Mapping[str, Mapping[str, float]]) -> list[ConfiguredFunction[MaskRegistration]]:
+    """Return masks by name, with their settings."""
+    return [ConfiguredFunction(MASKS.built_in[name], values) for name, values in settings.items()]
 
 
 def lay_out(sequences: Pass, dtype: torch.dtype = torch.float64) -> Tokens:

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms import dense, reference
-from algorithms.reference import MASK_CASES, POLICY_LOSS_CASES, WEIGHT_CASES, Pass, Token, lay_out, passes
-from outpace.algorithms import POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS, correction_weights, keep_mask, m2po
+from algorithms.reference import MASK_CASES, POLICY_LOSS_CASES, WEIGHT_CASES, Pass, Token, lay_out, masks_of, passes
+from outpace.algorithms import MASKS, POLICY_LOSSES
+from outpace.algorithms.corrections import correction_weights, keep_mask, m2po
 from outpace.algorithms.losses import Tokens, aggregation_weights
-from outpace.algorithms.registry import Aggregation
+from outpace.algorithms.registry import Aggregation, ConfiguredFunction, MaskRegistration
 from outpace.config.algorithm import function_parameters
+from outpace.errors import BadInput
 from support import examples
 
 log_ratios = st.lists(st.sampled_from([0.0, 0.25, -0.25, 0.5]) | st.floats(-3, 3), max_size=30)
@@ -32,11 +33,11 @@ def with_ratios(sequences: list[list[float]], advantage: float = 1.0) -> Tokens:
 
 
 def kept(tokens: Tokens, name: str, **knobs: float) -> list[bool]:
-    return [bool(x) for x in keep_mask(tokens, log_rho(tokens), {name: knobs})]
+    return [bool(x) for x in keep_mask(tokens, log_rho(tokens), masks_of({name: knobs}))]
 
 
 def test_every_mask_has_the_settings_and_defaults_of_the_config() -> None:
-    assert {name: dict(registration.parameters) for name, registration in MASKS.items()} == {
+    assert {name: dict(registration.parameters) for name, registration in MASKS.built_in.items()} == {
         "token": {"token_low": 0.5, "token_high": 5.0},
         "sequence": {"sequence_low": 0.5, "sequence_high": 2.0},
         "geometric": {"geometric_low": 0.99, "geometric_high": 1.01},
@@ -44,15 +45,20 @@ def test_every_mask_has_the_settings_and_defaults_of_the_config() -> None:
         "opsm": {"opsm_delta": 0.1},
         "m2po": {"m2po_limit": 0.04},
     }
-    settings = {key for registration in MASKS.values() for key in registration.parameters}
+    settings = {key for registration in MASKS.built_in.values() for key in registration.parameters}
     assert settings | {"cap", "floor"} == set(function_parameters("correction"))
 
 
-def test_only_m2po_needs_the_whole_batch_and_keep_mask_rejects_it() -> None:
-    assert [name for name, registration in MASKS.items() if registration.scope == "batch"] == ["m2po"]
-    tokens = with_ratios([[1.0]])
-    with pytest.raises(AssertionError, match="m2po"):
-        keep_mask(tokens, log_rho(tokens), {"m2po": {}})
+def test_only_m2po_needs_the_whole_batch() -> None:
+    assert [name for name, registration in MASKS.built_in.items() if registration.scope == "batch"] == ["m2po"]
+
+
+def test_a_mask_that_does_not_decide_about_every_token_is_refused() -> None:
+    tokens = with_ratios([[1.0, 2.0]])
+    for returned in (torch.ones(1).bool(), True):
+        careless = ConfiguredFunction(MaskRegistration(lambda tokens, log_rho_N, r=returned: r, {}, alias="mine"), {})
+        with pytest.raises(BadInput, match=r"^correction\.masks: mine"):
+            keep_mask(tokens, log_rho(tokens), [careless])
 
 
 @pytest.mark.parametrize("knobs", WEIGHT_CASES)
@@ -77,9 +83,9 @@ def test_masks_match_the_token_by_token_reference(name: str, knobs: dict[str, fl
 def test_several_masks_keep_the_intersection(sequences: Pass) -> None:
     tokens = lay_out(sequences)
     single = [kept(tokens, name, **knobs) for name, knobs in MASK_CASES]
-    together = keep_mask(tokens, log_rho(tokens), dict(MASK_CASES))
+    together = keep_mask(tokens, log_rho(tokens), masks_of(dict(MASK_CASES)))
     assert together.tolist() == [all(column) for column in zip(*single, strict=True)]
-    assert keep_mask(tokens, log_rho(tokens), {}).tolist() == [True] * len(together)
+    assert keep_mask(tokens, log_rho(tokens), []).tolist() == [True] * len(together)
 
 
 PRODUCTS: list[tuple[dict[str, Any], dict[str, dict[str, float]]]] = [
@@ -100,7 +106,7 @@ def test_gradients_of_every_corrected_policy_loss_match_autograd_of_the_plain_pr
         for aggregation in AGGREGATIONS:
             tokens, padded = lay_out(sequences), dense.pad(sequences)
             factor_N = correction_weights(tokens, log_rho(tokens), **weighting) * keep_mask(
-                tokens, log_rho(tokens), masks
+                tokens, log_rho(tokens), masks_of(masks)
             )
             loss_N = POLICY_LOSSES.built_in[name].function(tokens, **knobs) * factor_N
             (gradient_N,) = torch.autograd.grad(
@@ -175,7 +181,7 @@ def test_empty_passes_give_empty_weights_and_masks() -> None:
     for sequences in ([], [[]], [[], []]):
         tokens = lay_out(sequences)
         assert correction_weights(tokens, log_rho(tokens), "sequence", cap=2.0).shape == (0,)
-        assert keep_mask(tokens, log_rho(tokens), dict(MASK_CASES)).shape == (0,)
+        assert keep_mask(tokens, log_rho(tokens), masks_of(dict(MASK_CASES))).shape == (0,)
     assert m2po(np.zeros(0)).shape == (0,)
 
 

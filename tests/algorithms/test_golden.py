@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithms.reference import masks_of
 from outpace.algorithms import losses
 from outpace.algorithms.corrections import correction_weights, keep_mask, m2po, opsm, staleness_sums
 from outpace.algorithms.losses import Tokens, aggregation_weights, loss_denominator
@@ -91,7 +92,7 @@ def test_truncated_weights_match_golden_values() -> None:
 
 
 def test_rejected_tokens_stay_in_the_denominator() -> None:
-    kept_N = keep_mask(PROX, LOG_RHO, {"token": {"token_low": 0.5, "token_high": 2.0}})
+    kept_N = keep_mask(PROX, LOG_RHO, masks_of({"token": {"token_low": 0.5, "token_high": 2.0}}))
     assert aggregate(ppo() * correction_weights(PROX, LOG_RHO, "token", cap=0) * kept_N) == golden(-0.083997)
 
 
@@ -99,7 +100,7 @@ def test_rejected_tokens_stay_in_the_denominator() -> None:
     ("low", "high", "kept"), [(0.927, 1.4919, [1, 1]), (0.9278, 1.4919, [1, 0]), (0.927, 1.4918, [0, 1])]
 )
 def test_the_geometric_means_are_1_491825_and_0_927743(low: float, high: float, kept: list[int]) -> None:
-    kept_N = keep_mask(PROX, LOG_RHO, {"geometric": {"geometric_low": low, "geometric_high": high}})
+    kept_N = keep_mask(PROX, LOG_RHO, masks_of({"geometric": {"geometric_low": low, "geometric_high": high}}))
     assert kept_N.tolist() == [kept[0]] * 3 + [kept[1]] * 2
 
 

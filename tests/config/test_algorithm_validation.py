@@ -179,12 +179,12 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
     [
         ({"policy_loss.name": "pppo"}, "policy_loss.name", "'pppo' ppo?"),
         ({"policy_loss.name": "PPO"}, "policy_loss.name", "'PPO' ppo?"),
-        ({"policy_loss.name": "zzz"}, "policy_loss.name", "'zzz' reinforce ppo package.module:function"),
+        ({"policy_loss.name": "zzz"}, "policy_loss.name", "'zzz' reinforce ppo package.module:name"),
         ({"advantage.name": "Dr-GRPO"}, "advantage.name", "'Dr-GRPO' dr_grpo?"),
         ({"advantage.normalizer": "BatchStd"}, "advantage.normalizer", "'BatchStd' batch_std?"),
         ({"advantage.name": "ppo"}, "advantage.name", "ppo policy loss"),
         ({"policy_loss.name": "grpo"}, "policy_loss.name", "grpo advantage"),
-        ({"advantage.name": "my.py"}, "advantage.name", "my.py:function"),
+        ({"advantage.name": "my.py"}, "advantage.name", "my.py:name"),
         ({"policy_loss.name": "__main__:f"}, "policy_loss.name", "script.py:f"),
         ({"advantage.name": "a:b:c"}, "advantage.name", "a:b:c module"),
         (
@@ -401,7 +401,7 @@ def test_a_function_registered_by_a_script_gets_settings_from_its_keyword_argume
         config = resolve(make_config({"policy_loss.name": "scripted"}))
         assert config.policy_loss.model_extra == {"sharpness": 7.0}
     finally:
-        del POLICY_LOSSES.own["scripted"]
+        del POLICY_LOSSES.registered["scripted"]
 
 
 def test_a_name_with_line_breaks_is_refused_in_one_line() -> None:

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS
+from outpace.algorithms import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
 from outpace.config import Config
 from outpace.config.algorithm import (
     configured_advantage,
@@ -104,7 +103,7 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "algorithm.preset": draw(st.sampled_from([None, "grpo", "dapo", "ppo", "gspo"])),
         "algorithm.minibatches": draw(st.integers(1, 2)),
         "algorithm.allow_unbounded": True,
-        "correction.masks": draw(st.lists(st.sampled_from(sorted(MASKS)), unique=True)),
+        "correction.masks": draw(st.lists(st.sampled_from(sorted(MASKS.built_in)), unique=True)),
         "kl.coefficient": draw(st.sampled_from([0.0, 0.1])),
         "filter.uniform": draw(st.sampled_from([None, False, True])),
         "difficulty.easy_above": draw(st.sampled_from([None, 0.9])),

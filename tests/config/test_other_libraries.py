@@ -13,6 +13,7 @@ from outpace.config.other_libraries import EQUIVALENTS, RENAMED, equivalent_sett
 from outpace.errors import BadInput
 from support import names
 
+ROOT = Path(__file__).parents[2]
 SETTING = re.compile(rf"\b({'|'.join(SECTIONS)})\.(\w+)")
 
 
@@ -52,6 +53,17 @@ def test_a_name_is_found_with_or_without_its_sections(name: str, setting: str) -
     remedy = equivalent_setting(name)
     assert remedy is not None
     assert names(remedy, setting)
+
+
+def test_the_settings_of_the_page_for_verl_are_those_of_the_hints() -> None:
+    table = (ROOT / "docs" / "from_verl.md").read_text().partition("## Settings")[2]
+    rows = [[re.findall(r"`([\w.]+)`", cell) for cell in row.split("|")[:2]] for row in table.split("\n| ")[2:]]
+    for theirs, ours in rows:
+        for name, setting in zip(theirs, ours if len(ours) > 1 else (ours or [""]) * len(theirs), strict=True):
+            remedy = equivalent_setting(name)
+            assert remedy is not None, name
+            assert names(remedy, setting), name
+    assert len(rows) > 20
 
 
 def test_an_unknown_name_has_no_equivalent() -> None:

@@ -318,7 +318,8 @@ def test_a_normalizer_with_an_invalid_result_is_rejected_with_its_setting(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(NORMALIZERS.own, "mine", NormalizerRegistration(function, {}, alias="mine"))
+    monkeypatch.setattr(NORMALIZERS, "registered", {})
+    NORMALIZERS.add("mine", NormalizerRegistration(function, {}, alias="mine"))
     _, batch = make(make_llama, {"advantage.normalizer": "mine"})
     batch.add(records, replayed=False)
     with pytest.raises(BadInput, match=rf"advantage\.normalizer: .*{message}"):

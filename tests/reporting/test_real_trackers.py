@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 import outpace
-from outpace.config.reporting import TRACKERS
+from outpace import registry
 from outpace.monitoring.reporter import BOOTSTRAP, ReportOrder
 from outpace.monitoring.run_directory import RunLog
 from reporting.test_reporter import ATTEMPT
@@ -28,6 +28,7 @@ from system.conftest import rewards, settings, tasks, toy_model
 
 __all__ = ["rewards", "settings", "tasks", "toy_model"]
 
+TRACKERS = tuple(registry.TRACKERS.built_in)
 PYTHON = os.environ.get("OUTPACE_TRACKERS_PYTHON", "")
 WITHIN_S = 240.0
 READER = Path(__file__).with_name("read_back.py")

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outpace.config.reporting import TRACKERS
 from outpace.monitoring.reporter import (
     BLOCKED_S,
     BOOTSTRAP,
@@ -34,7 +33,7 @@ from outpace.monitoring.run_follower import (
     read_masked_config,
     table_rows,
 )
-from outpace.monitoring.trackers import BUILT_IN, TrackedRun, flat_config, markdown_table
+from outpace.monitoring.trackers import TrackedRun, flat_config, markdown_table
 from reporting.recording_tracker import calls, steps
 from support import names
 
@@ -602,10 +601,6 @@ def test_the_config_is_flattened_with_lists_and_tables_as_json() -> None:
 def test_a_markdown_table_escapes_bars_and_line_breaks() -> None:
     table = markdown_table([{"prompt": "a|b", "reward": 0.123456}, {"prompt": "c\nd", "reward": None}])
     assert table.splitlines() == ["| prompt | reward |", "| --- | --- |", "| a\\|b | 0.1235 |", "| c<br>d | None |"]
-
-
-def test_built_in_trackers_are_those_that_the_config_knows() -> None:
-    assert sorted(BUILT_IN) == sorted(TRACKERS)
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

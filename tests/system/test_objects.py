@@ -10,7 +10,7 @@ import pytest
 import outpace as api
 from outpace.errors import BadInput
 from outpace.monitoring.metric_table import DECLARED, find
-from outpace.run.objects import registered_for_worker
+from outpace.run.objects import WORKER, registered_for
 from outpace.runtime.by_value import pickle_objects, unpickle_objects
 from support import INLINE, read_lines, resolved
 
@@ -79,7 +79,7 @@ def test_metrics_and_columns_that_a_reward_reports_are_in_the_run(settings: Sett
 
 def test_workers_get_the_metrics_that_a_script_declares(own_metrics: None) -> None:
     declared = api.metric("answer/length", rule="p90")
-    registered = registered_for_worker(resolved({}))
+    registered = registered_for(resolved({}), WORKER, metrics=True)
     assert registered is not None
     sent = pickle_objects({"registered": registered})
     DECLARED.clear()

@@ -21,6 +21,7 @@ from outpace.errors import BadInput
 from outpace.models import loading
 from outpace.monitoring.summary import SummaryBuilder
 from outpace.protocols import TaskSource
+from outpace.registry import TASKS
 from outpace.run.plan import (
     RunPlan,
     UserObjects,
@@ -344,8 +345,8 @@ def test_a_producer_gets_the_declared_metrics(own_metrics: None) -> None:
 
 
 def test_a_registered_task_that_is_only_a_held_out_set_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
+    monkeypatch.setattr(TASKS, "registered", {})
     register_task("mine")(lambda config: (ROWS, [Task("held", "say it")]))
     plan = plan_of({"eval.sets": {"own": "mine"}}, **OWN)
     assert plan.sets == {"own": 1}
-    assert list(by_value.unpickle_objects(plan.code)["registered"].tasks) == ["mine"]
+    assert list(by_value.unpickle_objects(plan.code)["registered"].components["tasks.name"]) == ["mine"]

@@ -7,6 +7,7 @@ from outpace.config import Config
 from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
+from outpace.registry import TASKS, register_task
 from outpace.rewards.builtin import solves
 from outpace.runtime import by_value
 from outpace.tasks.dataset import Dataset
@@ -18,7 +19,6 @@ from outpace.tasks.registry import (
     open_sets,
     open_tasks,
     open_train,
-    register,
 )
 from support import names
 
@@ -68,17 +68,15 @@ def test_a_limit_uses_only_the_first_tasks() -> None:
 
 
 def test_a_registered_function_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
+    monkeypatch.setattr(TASKS, "registered", {})
 
-    @register("mine")
+    @register_task("mine")
     def mine(config: Config) -> TaskSources:
         return Dataset([{"prompt": config.model.path}]), None
 
     train, heldout = open_tasks(make_config({"tasks.name": "mine", "model.path": "m"}))
     assert train[0].prompt == "m"
     assert heldout is None
-    with pytest.raises(ValueError, match="'mine'"):
-        register("mine")(lambda config: (Dataset([{"prompt": "a"}]), None))
 
 
 def test_a_function_in_the_current_directory_needs_no_registration(
@@ -177,8 +175,8 @@ def test_a_held_out_set_is_a_file_or_the_held_out_tasks_of_a_task(tmp_path: Path
 
 
 def test_a_held_out_set_that_cannot_be_used_is_rejected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outpace.tasks.registry.REGISTERED", {})
-    register("trained")(lambda config: (Dataset([{"prompt": "a"}]), None))
+    monkeypatch.setattr(TASKS, "registered", {})
+    register_task("trained")(lambda config: (Dataset([{"prompt": "a"}]), None))
     for place in ("nowhere.jsonl", "countdwn", "trained"):
         with pytest.raises(BadInput, match=r"^eval\.sets\.mine: ") as caught:
             open_sets(make_config({"eval.sets": {"mine": place}}))

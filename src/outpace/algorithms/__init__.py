@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outpace.algorithms import advantages, losses
-from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
+from outpace.algorithms import advantages, corrections, losses
+from outpace.algorithms.registry import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
 
-__all__ = ["ADVANTAGES", "NORMALIZERS", "POLICY_LOSSES", "advantages", "losses"]
+__all__ = ["ADVANTAGES", "MASKS", "NORMALIZERS", "POLICY_LOSSES", "advantages", "corrections", "losses"]

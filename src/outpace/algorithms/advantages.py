@@ -150,7 +150,7 @@ def pass_at_k(group: GroupReturns, *, k: Attempts = None) -> Doubles:
     return leads_G
 
 
-@ADVANTAGES.register(credits=("token",), additive=True, needs_peers=False, critic=True, normalizer="whiten_tokens")
+@ADVANTAGES.with_options(credits=("token",), additive=True, needs_peers=False, critic=True, normalizer="whiten_tokens")
 def gae(group: GroupReturns, *, gae_lambda: GaeLambda = 1.0) -> Doubles:
     """Generalized advantage estimation with a learned critic. The learner computes these advantages (`compute_gae`);
     there is no comparison within the group, so the result here is the plain return."""
@@ -220,7 +220,7 @@ class BatchAdvantages:
     rewards: Doubles
 
 
-@NORMALIZERS.register(alias="none")
+@NORMALIZERS.with_options(alias="none")
 def no_normalizer(batch: BatchAdvantages) -> list[Doubles]:
     """Leave advantages unchanged. The only normalizer that does not need the whole batch; it is never called."""
     return batch.advantages

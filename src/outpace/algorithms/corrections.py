@@ -6,7 +6,7 @@ A weight multiplies the loss of a token. A mask rejects tokens or whole sequence
 Denominators still count all tokens, so rejecting some does not amplify the others. Bounds are inclusive (except the
 limit of m2po) and compared as logarithms in float64, so rounding does not decide what is rejected.
 
-Each mask is one function in `MASKS`; its keyword-only arguments are settings of `[correction]`, and so are those of
+Each mask is one function; its keyword-only arguments are settings of `[correction]`, and so are those of
 `correction_weights`. Bounds of masks always keep on-policy tokens, whose ratio is 1. Statistics are sums or
 maxima over tokens, and therefore independent of how a batch is split.
 
@@ -16,26 +16,23 @@ Legend: _N one entry per trained token, _S one per sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from outpace.algorithms.losses import LOG_RATIO_BOUND, Tokens, bounded_exp
-from outpace.algorithms.registry import Registration
+from outpace.algorithms.registry import ConfiguredFunction, MaskRegistration, mask
+from outpace.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 WeightLevel = Literal["none", "token", "sequence"]
-Scope = Literal["token", "sequence", "batch"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 WeightCap = Annotated[
     float,
@@ -61,26 +58,6 @@ MAX_LOG_RATIO = 1e6
 """Log-ratios are clamped to this, far beyond every bound, so that sums of infinite ones stay finite."""
 
 
-@dataclass(frozen=True)
-class MaskRegistration(Registration):
-    """A mask. `scope` is what the decision about a token depends on. Batch masks run on the complete batch and take
-    numpy arrays; the others take the tokens of one pass."""
-
-    scope: Scope = "token"
-
-
-MASKS: dict[str, MaskRegistration] = {}
-"""Masks by their name in `correction.masks`."""
-
-
-def mask(scope: Scope) -> Callable[[F], F]:
-    def register(function: F) -> F:
-        MASKS[function.__name__] = MaskRegistration(function, function.__kwdefaults__ or {}, scope)
-        return function
-
-    return register
-
-
 def correction_weights(
     tokens: Tokens, log_rho_N: Tensor, level: WeightLevel, *, cap: WeightCap = 2.0, floor: WeightFloor = 0.0
 ) -> Tensor:
@@ -94,23 +71,25 @@ def correction_weights(
     return bounded_exp(clamped_N).clamp(min=floor, max=cap or None).to(log_rho_N.dtype)
 
 
-def keep_mask(tokens: Tokens, log_rho_N: Tensor, masks: Mapping[str, Mapping[str, Any]]) -> Tensor:
-    """Return which tokens all masks keep. `masks` maps names to settings; batch masks are not allowed here."""
+def keep_mask(tokens: Tokens, log_rho_N: Tensor, masks: Iterable[ConfiguredFunction[MaskRegistration]]) -> Tensor:
+    """Return which tokens all masks keep. Batch masks are not allowed here. A mask may be user code."""
     kept_N = log_rho_N.new_ones(log_rho_N.shape).bool()
-    for name, settings in masks.items():
-        registration = MASKS[name]
-        assert registration.scope != "batch", f"{name} needs the whole batch"
-        kept_N = kept_N & registration.function(tokens, log_rho_N, **settings)
+    for keep in masks:
+        by_mask_N = keep(tokens, log_rho_N)
+        if getattr(by_mask_N, "shape", None) != kept_N.shape:
+            name = keep.registration.name
+            raise BadInput(f"correction.masks: {name} must return a tensor that is true for every token to keep")
+        kept_N = kept_N & by_mask_N.bool()
     return kept_N
 
 
-@mask("token")
+@mask
 def token(tokens: Tokens, log_rho_N: Tensor, *, token_low: LowRatio = 0.5, token_high: HighRatio = 5.0) -> Tensor:
     """Keep tokens whose ratio is within bounds."""
     return _within(_clamped(log_rho_N), token_low, token_high)
 
 
-@mask("sequence")
+@mask(scope="sequence")
 def sequence(
     tokens: Tokens, log_rho_N: Tensor, *, sequence_low: LowRatio = 0.5, sequence_high: HighRatio = 2.0
 ) -> Tensor:
@@ -118,7 +97,7 @@ def sequence(
     return tokens.per_token(_within(tokens.sum_by_sequence(_clamped(log_rho_N)), sequence_low, sequence_high))
 
 
-@mask("sequence")
+@mask(scope="sequence")
 def geometric(
     tokens: Tokens, log_rho_N: Tensor, *, geometric_low: LowRatio = 0.99, geometric_high: HighRatio = 1.01
 ) -> Tensor:
@@ -126,14 +105,14 @@ def geometric(
     return tokens.per_token(_within(tokens.mean_by_sequence(_clamped(log_rho_N)), geometric_low, geometric_high))
 
 
-@mask("sequence")
+@mask(scope="sequence")
 def veto(tokens: Tokens, log_rho_N: Tensor, *, veto_below: VetoBelow = 1e-4) -> Tensor:
     """Reject sequences with any ratio below the bound: one token that is near-impossible under the old policy."""
     impossible_N = _clamped(log_rho_N) < _log(veto_below)
     return tokens.per_token(tokens.sum_by_sequence(impossible_N.double()) == 0)
 
 
-@mask("sequence")
+@mask(scope="sequence")
 def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: OpsmDelta = 0.1) -> Tensor:
     """Off-policy sequence masking: reject tokens with A < 0 in sequences where mean log(sampler / current) exceeds the
     bound, i.e. that the current policy has already moved away from. The advantage counts per token.
@@ -144,7 +123,7 @@ def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: OpsmDelta = 0.1) -> T
     return ~(tokens.per_token(far_S) & (tokens.advantages_N < 0))
 
 
-@mask("batch")
+@mask(scope="batch")
 def m2po(log_rho_N: NDArray[np.floating[Any]], *, m2po_limit: M2poLimit = 0.04) -> NDArray[np.bool_]:
     """Reject the largest squared log-ratios in the batch until the mean of the rest is below the limit.
 

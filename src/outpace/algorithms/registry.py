@@ -1,9 +1,7 @@
-"""Registries for policy losses, advantage estimators and batch normalizers.
+"""Registries for policy losses, advantage estimators, batch normalizers and masks.
 
 Each is one function with one decorator. Its keyword-only arguments are its settings: a function that the config
-chooses adds them to its section (`[policy_loss]` or `[advantage]`), with their types and defaults. In the config, name
-a built-in function by its name, any other by `package.module:function` (as for rewards), or by its own name if the
-training program has registered it.
+chooses adds them to its section (`[policy_loss]`, `[advantage]` or `[correction]`), with their types and defaults.
 
     @policy_loss(old_policies=("rollout",))  # or, with the defaults: @policy_loss
     def my_loss(tokens: Tokens, *, sharpness: float = 3.0) -> Tensor: ...
@@ -17,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from outpace.errors import BadInput
-from outpace.runtime.references import closest_names, is_reference, load_function
+from outpace.registry import Registry
 
 OldPolicy = Literal["recomputed", "rollout", "interpolated"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]
 Credit = Literal["episode", "turn", "token"]
+Scope = Literal["token", "sequence", "batch"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -89,6 +88,14 @@ class NormalizerRegistration(Registration):
 
 
 @dataclass(frozen=True)
+class MaskRegistration(Registration):
+    """A mask. `scope` is what the decision about a token depends on. Batch masks run on the complete batch and take
+    numpy arrays: `f(log_rho_N, *, settings)`. The others take the tokens of one pass."""
+
+    scope: Scope = "token"
+
+
+@dataclass(frozen=True)
 class ConfiguredFunction(Generic[T]):
     """A registered function bound to the keyword arguments that the config sets."""
 
@@ -99,72 +106,82 @@ class ConfiguredFunction(Generic[T]):
         return self.registration.function(*arguments, **self.settings)
 
 
-@dataclass(frozen=True)
-class Registry:
-    """Functions of one kind, built in or registered by the user.
+class FunctionRegistry(Registry):
+    """Functions with settings. The name of a function is its own; `kind` is the type of its registration."""
 
-    `setting` is the config key that names them, `word` their noun in messages, `decorator` their decorator in
-    `outpace`."""
-
-    kind: type[Registration]
-    setting: str
-    word: str
-    decorator: str
-    built_in: dict[str, Registration] = field(default_factory=dict)
-    own: dict[str, Registration] = field(default_factory=dict)
-
-    def register(self, **fields: Any) -> Callable[[F], F]:
-        """Return a decorator that registers a function. `fields` are the fields of `kind`."""
-
-        def add(function: F) -> F:
-            entry = self.kind(function, _parameters(function), **fields)
-            setattr(function, REGISTRATION_ATTRIBUTE, entry)
-            known = self.built_in if function.__module__.startswith("outpace.") else self.own
-            known[entry.name] = entry
-            return function
-
-        return add
+    def __init__(
+        self, kind: type[Registration], word: str, setting: str, decorator: str, group: str, signature: str
+    ) -> None:
+        super().__init__(word, (setting,), decorator, group, signature)
+        self.kind = kind
 
     def decorate(self, function: F | None, options: Mapping[str, Any], allowed: Any) -> F | Callable[[F], F]:
         """Register a function, or return a decorator that does. `allowed` is the type of the options."""
         for name in options:
             if name not in allowed.__annotations__:
                 raise TypeError(f"{self.decorator}() got an unexpected keyword argument {name!r}")
-        register: Callable[[F], F] = self.register(**options)
-        return register if function is None else register(function)
+        add: Callable[[F], F] = self.with_options(**options)
+        return add if function is None else add(function)
 
-    def find(self, name: str) -> Any:
-        """Return the registration of a built-in name, a registered name or `package.module:function`."""
-        if name in self.built_in:
-            return self.built_in[name]
-        if name in self.own:
-            return self.own[name]
-        if not is_reference(name):
-            raise BadInput(f"{self.setting}: {self._why_unknown(name)}")
-        found = getattr(load_function(name, self.setting), REGISTRATION_ATTRIBUTE, None)
+    def with_options(self, **options: Any) -> Callable[[F], F]:
+        """Return a decorator that registers a function. `options` are the fields of `kind`."""
+
+        def add(function: F) -> F:
+            entry = self.kind(function, _parameters(function), **options)
+            setattr(function, REGISTRATION_ATTRIBUTE, entry)
+            if function.__module__.startswith("outpace."):
+                self.built_in[entry.name] = entry
+            else:
+                self.add(entry.name, entry)
+            return function
+
+        return add
+
+    def accept(self, loaded: Any, context: str) -> Any:
+        found = getattr(loaded, REGISTRATION_ATTRIBUTE, None)
         if isinstance(found, self.kind):
             return found
-        for other in REGISTRIES:
+        for other in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS, MASKS):
             if isinstance(found, other.kind):
-                raise BadInput(f"{self.setting}: {name} is {other.word}, not {self.word}")
-        raise BadInput(f"{self.setting}: {name} is not registered; decorate it with @outpace.{self.decorator}")
+                raise BadInput(f"{context} is {other.word}, not {self.word}")
+        raise BadInput(f"{context} is not registered; decorate it with @outpace.{self.decorator}")
 
-    def _why_unknown(self, name: str) -> str:
-        for other in REGISTRIES:
-            if name in other.built_in:
-                return f"{name} is {other.word}, not {self.word}"
-        if name.endswith(".py"):
-            return f"{name} is a file; name the function in it, as {name}:function"
-        close = closest_names(name, {**self.built_in, **self.own})
-        known = f"use one of {', '.join(self.built_in)}, or package.module:function for your own"
-        hint = f"did you mean {close[0]}?" if close else known
-        return f"unknown {self.word.partition(' ')[2]} {name!r}; {hint}"
+    def code_of(self, component: Any) -> Any:
+        return component.function
 
 
-POLICY_LOSSES = Registry(PolicyLossRegistration, "policy_loss.name", "a policy loss", "policy_loss")
-ADVANTAGES = Registry(AdvantageRegistration, "advantage.name", "an advantage estimator", "advantage")
-NORMALIZERS = Registry(NormalizerRegistration, "advantage.normalizer", "a batch normalizer", "normalizer")
-REGISTRIES = (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)
+POLICY_LOSSES = FunctionRegistry(
+    PolicyLossRegistration,
+    "a policy loss",
+    "policy_loss.name",
+    "policy_loss",
+    "outpace.losses",
+    "f(tokens, *, settings) -> one loss per token",
+)
+ADVANTAGES = FunctionRegistry(
+    AdvantageRegistration,
+    "an advantage estimator",
+    "advantage.name",
+    "advantage",
+    "outpace.advantages",
+    "f(group, *, settings) -> one advantage per attempt",
+)
+NORMALIZERS = FunctionRegistry(
+    NormalizerRegistration,
+    "a batch normalizer",
+    "advantage.normalizer",
+    "normalizer",
+    "outpace.normalizers",
+    "f(batch, *, settings) -> normalized advantages, one array per row",
+)
+MASKS = FunctionRegistry(
+    MaskRegistration,
+    "a mask",
+    "correction.masks",
+    "mask",
+    "outpace.masks",
+    "f(tokens, log_rho_N, *, settings) -> which tokens are kept",
+)
 
 
 class PolicyLossOptions(TypedDict, total=False):
@@ -212,6 +229,21 @@ def normalizer() -> Callable[[F], F]: ...
 def normalizer(function: Any = None, /) -> Any:
     """Register a normalizer: `f(batch: BatchAdvantages, *, settings…) -> per-token advantages, one array per row`."""
     return NORMALIZERS.decorate(function, {}, None)
+
+
+class MaskOptions(TypedDict, total=False):
+    """Arguments of `mask`: see `MaskRegistration`."""
+
+    scope: Scope
+
+
+@overload
+def mask(function: F, /) -> F: ...
+@overload
+def mask(**options: Unpack[MaskOptions]) -> Callable[[F], F]: ...
+def mask(function: Any = None, /, **options: Any) -> Any:
+    """Register a mask: `f(tokens: Tokens, log_rho_N, *, settings…) -> which tokens are kept`."""
+    return MASKS.decorate(function, options, MaskOptions)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:

@@ -23,18 +23,20 @@ import pydantic
 from pydantic import ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from outpace.algorithms import ADVANTAGES, NORMALIZERS, POLICY_LOSSES
-from outpace.algorithms.corrections import MASKS, MaskRegistration, correction_weights
+from outpace.algorithms import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
+from outpace.algorithms.corrections import correction_weights
 from outpace.algorithms.registry import (
     AdvantageRegistration,
     Aggregation,
     ConfiguredFunction,
     Credit,
+    FunctionRegistry,
+    MaskRegistration,
     NormalizerRegistration,
     OldPolicy,
     PolicyLossRegistration,
     Registration,
-    Registry,
+    Scope,
 )
 from outpace.config.base import OpenedBy, Section, first_error
 from outpace.config.other_libraries import equivalent_setting
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
     from outpace.config import Config
 
 
-Mask = Literal["token", "sequence", "geometric", "veto", "opsm", "m2po"]
 FunctionName = Literal["none"] | str
 """A function name. `none` is a valid name; it does not mean "not set"."""
 
@@ -118,9 +119,10 @@ class CorrectionConfig(ChoiceSection):
     weight: Literal["none", "token", "sequence"] | None = None
     """Multiply the loss by the truncated ratio old policy / sampler, per token or as the product over a sequence.
     Default: token, or none when policy_loss.old_policy is rollout."""
-    masks: list[Mask] | None = None
-    """Masks that reject tokens or whole sequences by their ratio to the sampler. Rejected tokens still count in the
-    loss denominators. Default: set by the policy loss; opsm for truncated_is, none for the others."""
+    masks: list[FunctionName] | None = None
+    """Masks that reject tokens or whole sequences by their ratio to the sampler: token, sequence, geometric, veto,
+    opsm, m2po or `package.module:function`. Rejected tokens still count in the loss denominators. Default: set by the
+    policy loss; opsm for truncated_is, none for the others."""
 
 
 class KlConfig(Section):
@@ -346,10 +348,10 @@ def function_parameters(section: str) -> Mapping[str, Mapping[str, FieldInfo]]:
 def _built_in_functions(section: str) -> Iterator[tuple[str, Function]]:
     if section == "correction":
         yield "the weight", correction_weights
-        yield from ((f"the mask {name}", mask.function) for name, mask in MASKS.items())
-    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS):
+    for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS, MASKS):
         if registry.setting.partition(".")[0] == section:
-            yield from ((name, registration.function) for name, registration in registry.built_in.items())
+            label = "the mask " if registry is MASKS else ""
+            yield from ((f"{label}{name}", registration.function) for name, registration in registry.built_in.items())
 
 
 # ---------------------------------------------------------------------------------------------- configured functions
@@ -370,7 +372,7 @@ def configured_normalizer(config: AdvantageConfig) -> ConfiguredFunction[Normali
 
 def configured_masks(config: CorrectionConfig) -> dict[str, ConfiguredFunction[MaskRegistration]]:
     """Return every configured mask by name, both per-sequence and whole-batch masks: see `registration.scope`."""
-    return {name: _bind(MASKS[name], config) for name in config.masks or []}
+    return {name: _bind(_lookup(MASKS, name), config) for name in config.masks or []}
 
 
 def weight_settings(config: CorrectionConfig) -> dict[str, float]:
@@ -386,7 +388,7 @@ def _bind(registration: F, config: ChoiceSection) -> ConfiguredFunction[F]:
     )
 
 
-def _lookup(registry: Registry, name: str) -> Any:
+def _lookup(registry: FunctionRegistry, name: str) -> Any:
     """Return the registration of `name`, after checking a user's own. The name may hold line breaks, so the error is
     reduced to one line."""
     try:
@@ -412,8 +414,10 @@ def _user_function_problems(registration: Registration, section: str) -> Iterato
         yield f"has an invalid default: {first_error(error, registration.name)}"
     if isinstance(registration, PolicyLossRegistration):
         yield from _name_problems("old_policies", registration.old_policies, get_args(OldPolicy), needed=True)
-        yield from _name_problems("masks", registration.masks, tuple(MASKS))
+        yield from _name_problems("masks", registration.masks, tuple(MASKS.names()))
         yield from _name_problems("aggregation", (registration.aggregation,), get_args(Aggregation))
+    if isinstance(registration, MaskRegistration):
+        yield from _name_problems("scope", (registration.scope,), get_args(Scope))
     if isinstance(registration, AdvantageRegistration):
         yield from _name_problems("credits", registration.credits, get_args(Credit), needed=True)
         if "token" in registration.credits and not registration.additive:
@@ -423,7 +427,11 @@ def _user_function_problems(registration: Registration, section: str) -> Iterato
             )
 
 
-SECTION_KEYS = {"policy_loss": PolicyLossConfig.model_fields, "advantage": AdvantageConfig.model_fields}
+SECTION_KEYS = {
+    "policy_loss": PolicyLossConfig.model_fields,
+    "advantage": AdvantageConfig.model_fields,
+    "correction": CorrectionConfig.model_fields,
+}
 
 
 def _name_problems(argument: str, given: Any, known: tuple[str, ...], *, needed: bool = False) -> Iterator[str]:

@@ -78,7 +78,7 @@ def parse_text(text: str, annotation: Any) -> Any:
     if NoneType in options:
         option = next(option for option in options if option is not NoneType)
         if text.strip().lower() == "none" and not _allows_literal(annotation, "none"):
-            return [] if _is_list_of_literals(option) else None
+            return None
         return parse_text(text, option)
     if get_origin(annotation) is list:
         return _parse_list(text, options[0])
@@ -95,7 +95,10 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 
 def _parse_list(text: str, item: Any) -> Any:
-    """Parse a JSON list, or comma-separated items."""
+    """Parse a JSON list, or comma-separated items. If `none` is an item, as in `correction.masks`, it alone is the
+    empty list."""
+    if text.strip().lower() == "none" and _allows_literal(item, "none"):
+        return []
     if text.lstrip().startswith("["):
         return json_or_text(text)
     return [parse_text(part.strip(), item) for part in text.split(",")] if text.strip() else []
@@ -148,11 +151,6 @@ def _allows_literal(annotation: Any, word: str) -> bool:
     return any(option == word or _allows_literal(option, word) for option in get_args(annotation))
 
 
-def _is_list_of_literals(annotation: Any) -> bool:
-    """Return whether the type is a list of literals, such as `correction.masks`, for which `none` is the empty list."""
-    return get_origin(annotation) is list and get_origin(get_args(annotation)[0]) is Literal
-
-
 def takes_text(annotation: Any) -> bool:
     return annotation is str or get_origin(annotation) is Literal or str in get_args(annotation)
 
@@ -171,4 +169,6 @@ def type_name(annotation: Any) -> str:
         return "table"
     if NoneType in options:
         return " or ".join(dict.fromkeys(type_name(option) for option in options))
+    if str in options:
+        return "text"
     return {bool: "true|false", int: "integer", float: "number", str: "text", NoneType: "none"}[annotation]

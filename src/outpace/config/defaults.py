@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from outpace.algorithms.corrections import MASKS, correction_weights
+from outpace.algorithms.corrections import correction_weights
 from outpace.config import STARTER, STARTER_AGENT, Config
 from outpace.config.algorithm import (
     configured_advantage,
+    configured_masks,
     configured_normalizer,
     configured_policy_loss,
     full_batch_reasons,
@@ -247,8 +248,8 @@ def _chosen_functions(config: Config, name: str) -> tuple[str, tuple[Any, ...]]:
         normalizer = configured_normalizer(config.advantage).registration
         chosen = f"the estimator {estimator.name} with the normalizer {normalizer.name}"
         return chosen, (normalizer.function, estimator.function)
-    weight, masks = config.correction.weight, config.correction.masks or []
-    functions = [MASKS[mask].function for mask in masks] + [correction_weights] * (weight != "none")
+    weight, masks = config.correction.weight, configured_masks(config.correction)
+    functions = [mask.registration.function for mask in masks.values()] + [correction_weights] * (weight != "none")
     return f"the weight {weight} with the masks {', '.join(masks) or 'none'}", tuple(functions)
 
 

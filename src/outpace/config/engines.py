@@ -101,10 +101,11 @@ class WeightsConfig(Section):
     """Interval in steps at which new weights are published, at most `pacing.max_lag` + 1."""
     update: Literal["inflight", "drain"] = "inflight"
     """`inflight` updates weights while sequences are being sampled; `drain` lets running groups finish first."""
-    transport: Literal["auto", "files", "memory", "ipc", "collective"] = "auto"
+    transport: str = "auto"
     """Transport of weights to a server: `files` (any server), `memory` (shared memory, same machine as the learner),
-    `ipc` (CUDA IPC, same GPU as the learner) or `collective` (NCCL, or gloo without a GPU). All but `files` need
-    outpace's plugin in the server; servers that outpace starts have it. Default: chosen by what is available."""
+    `ipc` (CUDA IPC, same GPU as the learner), `collective` (NCCL, or gloo without a GPU) or
+    `package.module:function`. `memory`, `ipc` and `collective` need outpace's plugin in the server; servers that
+    outpace starts have it. `auto` chooses by what is available."""
     delta: bool = False
     """Publish only the changes since the last version, as a file, to engines that support it."""
     dir: str | None = None

@@ -73,19 +73,22 @@ USE: Mapping[str, str] = {
     "model.system_prompt": "system_prompt",
     "model.template_arguments": "chat_template_kwargs",
     "tasks.path": "datasets prompt_data dataset_name",
-    'tasks.path (.jsonl or .parquet with a column "prompt")': "data.train_files",
+    "tasks.path (one file; join several with datasets.concatenate_datasets and pass Trainer(tasks=...))":
+        "data.train_files",
     'tasks.path ("owner/name:configuration")': "dataset_config",
     "tasks.path (or Trainer(tasks=...))": "train_dataset",
     "tasks.split": "dataset_train_split",
     "tasks.eval_path": "eval_dataset_name data.val_files",
+    "tasks.limit": "data.train_max_samples",
     "tasks.eval_path (or Trainer(eval_tasks=...))": "eval_dataset",
     "tasks.eval_split": "dataset_test_split",
     "tasks.shuffle": "data.shuffle shuffle_dataset",
     'rewards.functions (["path/to/file.py:function"])':
-        "remote_rm_url custom_reward_function.path custom_reward_function.name",
+        "remote_rm_url custom_reward_function custom_reward_function.path custom_reward_function.name",
     "rewards.functions (or Trainer(rewards=...))": "reward_funcs",
     "rewards.weights": "reward_weights",
-    "rewards.workers": "reward_num_workers",
+    "rewards.workers": "reward_num_workers reward.num_workers",
+    'rewards.functions (["judge"], with judge.base_url)': "reward_model.enable reward_model.model_path",
     "rewards.overlong_buffer": "overlong_buffer.len",
     "rewards.overlong_penalty": "overlong_buffer.penalty_factor",
     "rollout.group_size":
@@ -105,6 +108,7 @@ USE: Mapping[str, str] = {
     "rollout.timeout_s": "request_timeout",
     "engine.control_s": "weight_sync_timeout",
     "supervise.silent_s": "heartbeat_stale_after_s",
+    "rollout.workers": "agent.num_workers",
     "tools.functions": "multi_turn.tool_config_path",
     "pacing.max_lag": "max_async_level max_off_policy_steps max_staleness",
     "pacing.max_lag (in versions, not a fraction of samples)": "async_training.staleness_threshold",
@@ -208,7 +212,7 @@ USE: Mapping[str, str] = {
     "eval.every": "eval.interval trainer.test_freq eval_steps",
     "eval.every (in steps)": "evals_per_epoch eval_strategy",
     "eval.start": "trainer.val_before_train eval_on_start",
-    "eval.count": "eval.num_examples",
+    "eval.count": "eval.num_examples data.val_max_samples",
     "eval.attempts": "num_generations_eval eval.rollouts_per_example val_kwargs.n",
     "eval.temperature": "val_kwargs.temperature",
     "eval.top_p": "val_kwargs.top_p",
@@ -226,7 +230,7 @@ USE: Mapping[str, str] = {
     "run.deterministic": "full_determinism",
     "run.device": "trainer.device",
     'run.device ("cpu")': "use_cpu",
-    "run.save_rollouts (groups per step)": "log_completions num_completions_to_print",
+    "run.save_rollouts (groups per step)": "log_completions num_completions_to_print trainer.rollout_data_dir",
 }  # fmt: skip
 """Names of other libraries by the settings to use instead, with a note in parentheses where values differ. Of a dotted
 name, such as the keys of verl's and prime-rl's configs, only the last parts where these are unambiguous."""
@@ -237,11 +241,18 @@ ABSENT: Mapping[str, str] = {
         "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size",
     "the optimizer is AdamW; leave this out": "optimizer optim optim_args optim_target_modules",
     "the learner runs on one device; sharding is not supported yet; leave this out":
-        "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload deepspeed fsdp fsdp_config "
-        "accelerator_config parallelism_config",
+        "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload "
+        "fsdp_config.optimizer_offload deepspeed fsdp fsdp_config accelerator_config parallelism_config",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",
     'the column must be named "prompt"': "data.prompt_key",
     "evaluations are every eval.every steps; leave this out": "eval_delay",
+    'the column must be named "data_source"': "data.reward_fn_key",
+    "give the arguments defaults in the reward function": "custom_reward_function.reward_kwargs",
+    "rewards.functions grade each answer by itself; leave this out": "reward_manager reward_manager.name",
+    "a prompt that does not fit engine.context fails its episode; leave this out, or remove such rows from the data":
+        "data.filter_overlong_prompts data.truncation",
+    "padding is always removed; leave this out": "model.use_remove_padding",
+    "value head and policy are trained from the first step; leave this out": "trainer.critic_warmup",
     "the attention implementation is chosen by device; leave this out": "attn_implementation",
     "truncated or reshaped sampling biases the importance weights; leave this out": "min_p repetition_penalty",
     "constrained sampling biases the importance weights; leave this out": "vllm_structured_outputs_regex",

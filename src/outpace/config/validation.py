@@ -21,8 +21,8 @@ from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import ServerAddress, is_server_url, server_address
-from outpace.config.reporting import tracker_problems
 from outpace.errors import BadInput, one_line, plural, with_article
+from outpace.registry import TRACKERS, TRANSPORTS
 from outpace.runtime.references import absolute_reference
 
 LAST_PORT = 65535
@@ -65,15 +65,18 @@ def _check_server_mode(config: Config) -> Iterator[str]:
 
 def _check_transport(config: Config) -> Iterator[str]:
     transport = config.weights.transport
+    if transport != "auto":
+        TRANSPORTS.check_known(transport)
+    reads_files = transport in ("auto", "files") or transport not in TRANSPORTS.built_in
     if transport == "ipc" and (config.run.device == "cpu" or config.run.deterministic):
         yield 'weights.transport: "ipc" shares GPU memory, but run.device is cpu; use "memory"'
-    if config.engine.kind == "sglang" and transport not in ("auto", "files"):
+    if config.engine.kind == "sglang" and not reads_files:
         yield f'weights.transport: sglang supports only "files", not "{transport}"; leave this out'
     if transport == "ipc" and config.weights.delta:
         yield 'weights.delta: "ipc" shares weights without a copy, so there is no delta; remove one of the two'
     if config.lora.rank == 0:
         return
-    if config.engine.kind == "vllm" and transport not in ("auto", "files"):
+    if config.engine.kind == "vllm" and not reads_files:
         yield f'weights.transport: vllm loads adapters from files, not by "{transport}"; leave this out'
     if config.weights.delta:
         yield "weights.delta: adapters are small and change completely; leave this out, or set lora.rank to 0"
@@ -121,10 +124,11 @@ FUNCTION_KEYS = (
     "advantage.name",
     "advantage.normalizer",
     "learner.backend",
+    "weights.transport",
 )
 """Settings that may name a function in a file, as `path/to/file.py:function`."""
 
-FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions", "run.report_to")
+FUNCTION_LIST_KEYS = ("rewards.functions", "tools.functions", "run.report_to", "correction.masks")
 PATH_KEYS = ("tasks.path", "tasks.eval_path", "launch.python", "report.python")
 """Settings that may hold a path on this machine."""
 
@@ -172,7 +176,8 @@ def _with_absolute_files(config: Config) -> Config:
     """Make file names absolute, because a run may be resumed from another directory."""
     named = {key: get_value(config, key) for key in FUNCTION_KEYS}
     values: dict[str, Any] = {key: absolute_reference(name) for key, name in named.items() if name is not None}
-    values |= {key: [absolute_reference(name) for name in get_value(config, key)] for key in FUNCTION_LIST_KEYS}
+    lists = {key: get_value(config, key) for key in FUNCTION_LIST_KEYS}
+    values |= {key: list(map(absolute_reference, listed)) for key, listed in lists.items() if listed is not None}
     values["environment.kinds"] = {kind: absolute_reference(name) for kind, name in config.environment.kinds.items()}
     values |= {key: _absolute_path(path) for key in PATH_KEYS if (path := get_value(config, key)) is not None}
     values["eval.sets"] = {name: _absolute_path(absolute_reference(at)) for name, at in config.eval.sets.items()}
@@ -356,7 +361,15 @@ def _check_template(config: Config) -> Iterator[str]:
 
 
 def _check_report(config: Config) -> Iterator[str]:
-    yield from tracker_problems(config.run.report_to)
+    names = config.run.report_to
+    classes = [name.rpartition(":")[2] for name in names]  # they name the files in trackers/
+    for name in names:
+        if classes.count(name.rpartition(":")[2]) > 1:
+            yield f"run.report_to: {name} is listed twice; remove one"
+        elif name == "none":
+            yield "run.report_to: write [] for no tracker"
+        elif config.report.python is None:  # otherwise, that environment decides
+            TRACKERS.check_known(name)
 
 
 RULES: tuple[Rule, ...] = (

@@ -13,14 +13,11 @@ import os
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from outpace.config import Config
 from outpace.errors import BadInput
-
-Transport = Literal["files", "memory", "ipc", "collective"]
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -68,7 +65,7 @@ class Placement(msgspec.Struct, frozen=True):
     learner: GpuAssignment
     engines: list[GpuAssignment]
     workers: list[str]  # the GPUs that rollout workers may use
-    transport: Transport
+    transport: str
     groups: list[list[str]] = []  # sets of GPUs for one engine each, assigned round-robin
     joining_memory: list[float] = []  # memory fraction of one more server, per group; empty: engines have no budgets
 
@@ -285,13 +282,13 @@ def _server_memory(config: Config, servers: int, shares: bool) -> float:
     return given
 
 
-def transport_of(config: Config) -> Transport:
+def transport_of(config: Config) -> str:
     """Return the weight transport. The controller resolves "auto" in the config of a child process, because a child
     does not see all GPUs."""
     return placement_of(config).transport if config.weights.transport == "auto" else config.weights.transport
 
 
-def _transport(config: Config, shares: bool) -> Transport:
+def _transport(config: Config, shares: bool) -> str:
     """Resolve weights.transport = "auto" to the fastest transport that is certain to work.
     `shares`: every engine is a server on the learner's GPU."""
     if config.weights.transport != "auto":

@@ -55,8 +55,8 @@ class LossAssembly:
         self._policy_loss = configured_policy_loss(config.policy_loss)
         assert config.policy_loss.aggregation is not None, "the config must be resolved"
         self._old_policy, self._aggregation = config.policy_loss.old_policy, config.policy_loss.aggregation
-        masks = configured_masks(config.correction)  # batch masks arrive as `KEEP`
-        self._masks = {name: mask.settings for name, mask in masks.items() if mask.registration.scope != "batch"}
+        masks = configured_masks(config.correction).values()  # batch masks arrive as `KEEP`
+        self._masks = [mask for mask in masks if mask.registration.scope != "batch"]
 
     def gradient(
         self,

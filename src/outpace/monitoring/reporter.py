@@ -42,7 +42,8 @@ from typing import Any
 from outpace.errors import BadInput, OutpaceError, one_line, plural
 from outpace.monitoring.line_file import write_atomically
 from outpace.monitoring.run_follower import KILLED, Item, Position, RunFollower, read_masked_config
-from outpace.monitoring.trackers import BUILT_IN, SETTING, TrackedRun, Tracker, load_tracker, make_tracker
+from outpace.monitoring.trackers import TrackedRun, Tracker
+from outpace.registry import TRACKERS
 
 FOLDER = "trackers"
 """Folder in the run directory."""
@@ -333,7 +334,7 @@ class Reporter:
         self._ended = threading.Event()
         self._deliveries = [
             # Imported in the thread of the tracker: an import may take long, or never end.
-            Delivery(name.rpartition(":")[2], partial(make_tracker, name), order, say)
+            Delivery(name.rpartition(":")[2], partial(_make_tracker, name), order, say)
             for name in order.trackers
         ]
         self._threads = [
@@ -397,18 +398,23 @@ def _reason(error: Exception) -> str:
     return one_line(error) if isinstance(error, OutpaceError) else f"{type(error).__name__}: {one_line(error)}"
 
 
+def _make_tracker(name: str) -> Tracker:
+    made: Tracker = TRACKERS.find(name)()
+    return made
+
+
 def find_problems(trackers: Sequence[str], python: str) -> Iterator[str]:
     """Yield a line per tracker that cannot be created, and `IMPORTING` with its name before one is imported. `python`:
     value of `report.python`, empty if not set."""
     for name in trackers:
-        if name in BUILT_IN and find_spec(name) is None:
+        if name in TRACKERS.built_in and find_spec(name) is None:  # it has the name of its package and of an extra
             where = f" in the environment of report.python ({python})" if python else ""
             extra = name if python else f"'outpace[{name}]'"
-            yield f"{SETTING}: {name} is not installed{where}; pip install {extra}, or leave it out"
-        elif name not in BUILT_IN:
+            yield f"{TRACKERS.setting}: {name} is not installed{where}; pip install {extra}, or leave it out"
+        elif name not in TRACKERS.built_in:
             yield f"{IMPORTING}{name}"
             try:
-                load_tracker(name)
+                TRACKERS.find(name)
             except BadInput as error:
                 yield str(error)
 

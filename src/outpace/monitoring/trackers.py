@@ -1,10 +1,9 @@
 """Experiment trackers: the protocol, and adapters for trackio, tensorboard, mlflow and wandb.
 
-A tracker is a built-in name or a reference to your own class, `package.module:Class` or `path/to/file.py:Class`, which
-is created without arguments in the reporter process (`outpace.monitoring.reporter`). All calls come from one thread. A
-call may block or raise: training does not notice, and after an error the tracker is created anew, started with its run
-id, and gets again what it had not confirmed with `flush`. So a step may come twice, also because a resumed run repeats
-the steps after its checkpoint.
+A tracker is a class of the registry (`outpace.registry`). It is created without arguments in the reporter process
+(`outpace.monitoring.reporter`). All calls come from one thread. A call may block or raise: training does not notice,
+and after an error the tracker is created anew, started with its run id, and gets again what it had not confirmed with
+`flush`. So a step may come twice, also because a resumed run repeats the steps after its checkpoint.
 
 Every package is imported when its adapter is created. Where a tracker stores its data is up to its own environment
 variables (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, …).
@@ -19,14 +18,11 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outpace.runtime.references import load_function
-
-SETTING = "run.report_to"
 TABLE = "completions"
 ID = "outpace.run_id"
 """Where a tracker without ids of ours keeps `TrackedRun.new_id`."""
@@ -315,25 +311,6 @@ class Wandb:
         if summary is not None:
             self._run.summary.update({f"summary/{name}": value for name, value in summary.items()})
         self._run.finish(exit_code=0 if active else int(summary.get("exit", 0)) if summary else 1)
-
-
-BUILT_IN: dict[str, Callable[[], Tracker]] = {
-    "trackio": Trackio,
-    "tensorboard": Tensorboard,
-    "mlflow": Mlflow,
-    "wandb": Wandb,
-}
-"""Each is also the name of its package and of the extra of outpace that installs it. The names are those of
-`outpace.config.reporting.TRACKERS`."""
-
-
-def load_tracker(name: str) -> Callable[[], Tracker]:
-    """Return the class of a tracker. Raises `BadInput` if it cannot be imported."""
-    return BUILT_IN.get(name) or load_function(name, SETTING)
-
-
-def make_tracker(name: str) -> Tracker:
-    return load_tracker(name)()
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:

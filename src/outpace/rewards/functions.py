@@ -36,6 +36,10 @@ def is_evaluator(function: Any) -> bool:
     return getattr(function, _MARK, False) is True
 
 
+def is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
 def encode_evaluator_arguments(task: Task, episode: Episode) -> dict[str, list[Any]]:
     """Encode the arguments of one evaluator call in the shape of a reward function's arguments."""
     try:

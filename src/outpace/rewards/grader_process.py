@@ -22,6 +22,7 @@ from outpace.rewards.functions import (
     unpack_arguments,
     with_progress,
 )
+from outpace.rewards.verl import per_answer
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.user_code_child import serve_user_code
 from outpace.runtime.wire import encodable_text
@@ -66,7 +67,7 @@ class GraderServer:
         self._functions: dict[str, Any] = {}
 
     def load(self, function: str, reference: str, code: bytes) -> None:
-        self._functions[function] = UserCodeSource(reference, code).load(SETTING)
+        self._functions[function] = per_answer(UserCodeSource(reference, code).load(SETTING))
 
     def score(self, function: str, count: int, arguments: bytes, by_value: bool, first: int) -> Scored | ScoresRejected:
         with collecting(MetricLog(count)) as log:

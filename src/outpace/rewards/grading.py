@@ -3,9 +3,9 @@
     completions ─▶ each reward function ─▶ check_scores ─▶ weighted sum ─▶ GradedCompletion
     episode     ─▶ apply_overlong_penalty ─▶ episode with a lower reward (training only)
 
-A function in TRL's signature is called once per group; an evaluator once per episode, all concurrently. Return values
-are untrusted: one finite number or None per completion, anything else raises a `RewardFailed` that names the function
-and the sample.
+A function in TRL's signature is called once per group; an evaluator or a function of verl once per episode, all
+concurrently. Return values are untrusted: one finite number or None per completion, anything else raises a
+`RewardFailed` that names the function and the sample.
 
 Invariants:
 - The event loop never runs a synchronous reward function; async ones run on it.
@@ -41,13 +41,15 @@ from outpace.rewards.functions import (
     Scores,
     check_scores,
     encode_evaluator_arguments,
+    is_async,
     is_evaluator,
     logging_arguments,
     pack_arguments,
     with_progress,
 )
 from outpace.rewards.grader_process import Grader, ScoresRejected
-from outpace.rewards.registry import has_own_timeout, is_async
+from outpace.rewards.registry import has_own_timeout
+from outpace.rewards.verl import ComputeScore
 from outpace.runtime.async_tools import PerLoop, TimeLimitError, is_own_cancellation, run_in_thread, with_time_limit
 from outpace.runtime.by_value import UserCodeSource
 from outpace.runtime.references import accepted_parameters, named_parameters
@@ -189,13 +191,16 @@ async def grade(
     count = len(completions)
     arguments = {**columns, "prompts": prompts, "completions": completions}
     assert all(len(values) == count for values in arguments.values())
+
+    def score(call: _Call) -> Coroutine[Any, Any, Scores]:
+        if is_evaluator(call.function):
+            return _score_each(call, partial(_score_episode, attempts))
+        if isinstance(call.function, ComputeScore):
+            return _score_each(call, partial(_score_answer, arguments))
+        return _score(call, arguments, on_request or {})
+
     # Wait for all functions before raising the first failure, so that no call keeps running unobserved.
-    scores = await _gather_all(
-        _score_each(_Call(name, function, timeout_s, pool), attempts)
-        if is_evaluator(function)
-        else _score(_Call(name, function, timeout_s, pool, count), arguments, on_request or {})
-        for name, function in functions
-    )
+    scores = await _gather_all(score(_Call(name, function, timeout_s, pool, count)) for name, function in functions)
     by_name = dict(zip((name for name, _ in functions), scores, strict=True))
     weighted = dict(zip(by_name, weights or [1.0] * len(by_name), strict=True))
     return [_weighted_total(by_name, weighted, sample) for sample in range(count)]
@@ -229,7 +234,7 @@ class _Call:
     function: Reward
     timeout_s: float
     pool: GraderPool | None
-    count: int = 1
+    count: int
     first: int = 0
 
     @property
@@ -277,16 +282,19 @@ def _copy_containers(value: Any) -> Any:
     return deepcopy(value) if type(value) in (list, dict) else value
 
 
-async def _score_each(call: _Call, attempts: tuple[Task, Sequence[Episode]] | None) -> Scores:
-    assert attempts is not None, "an evaluator needs the episodes"
-    task, episodes = attempts
-    scores = await _gather_all(
-        _score_one(replace(call, first=sample), task, episode) for sample, episode in enumerate(episodes)
-    )
+async def _score_each(call: _Call, score: Callable[[_Call], Coroutine[Any, Any, Scores]]) -> Scores:
+    """Score every sample in a call of its own, all concurrently."""
+    scores = await _gather_all(score(replace(call, first=sample, count=1)) for sample in range(call.count))
     return [score for (score,) in scores]
 
 
-async def _score_one(call: _Call, task: Task, episode: Episode) -> Scores:
+async def _score_answer(arguments: Mapping[str, Sequence[Any]], call: _Call) -> Scores:
+    return await _score(call, {key: values[call.first : call.first + 1] for key, values in arguments.items()}, {})
+
+
+async def _score_episode(attempts: tuple[Task, Sequence[Episode]] | None, call: _Call) -> Scores:
+    assert attempts is not None, "an evaluator needs the episodes"
+    task, episode = attempts[0], attempts[1][call.first]
     if call.process is not None:
         return await _in_process(call, call.process, lambda: encode_evaluator_arguments(task, episode))
     copied = msgspec.structs.replace(episode, completion=_copy_containers(episode.completion))

@@ -1,12 +1,14 @@
-"""Reward functions: lookup by name, checks before the run starts, and the `@outpace.evaluator` decorator.
+"""Reward functions of a run: lookup, and checks before the run starts.
 
-A reward function is a built-in name, `package.module:function`, `path/to/file.py:function`, or a Python callable:
+A reward function is a Python callable, or its name or reference (`outpace.registry`):
 
     @outpace.register_reward("name")   def f(prompts, completions, **columns) -> list[float | None]   TRL's signature
     @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
+    def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict             verl's signature
 
-A function in TRL's signature gets the texts of a whole group. An evaluator gets one attempt: its trajectories, metrics
-and the rewards it already has. `check_rewards` finds every error that can be found before the run starts.
+A function in TRL's signature gets the texts of a whole group, one of verl a single text. An evaluator gets one attempt:
+its trajectories, metrics and the rewards it already has. `check_rewards` finds every error that can be found before the
+run starts.
 """
 
 from __future__ import annotations
@@ -14,70 +16,45 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from outpace.config import Config
 from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
-from outpace.rewards.functions import LOGGING, is_evaluator
+from outpace.registry import REWARDS
+from outpace.rewards.functions import LOGGING, is_async, is_evaluator
+from outpace.rewards.verl import per_answer
 from outpace.runtime.by_value import UserCodeSource, source_by_value
 from outpace.runtime.references import (
     BY_KEYWORD,
-    closest_names,
     is_reference,
-    load_function,
     named_parameters,
     parameters_of,
 )
-
-R = TypeVar("R", bound=Callable[..., Any])
 
 SETTING = "rewards.functions"
 ALWAYS_PASSED = ("prompts", "completions")
 ON_REQUEST = ("completion_ids", "environments", "trainer_state")
 """Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
 function that names them runs in the rollout worker's process."""
-BUILT_IN = {
-    "countdown": "outpace.rewards.builtin:countdown",
-    "number": "outpace.rewards.builtin:number",
-    "math": "outpace.rewards.builtin:math",
-    "reasoning_gym": "outpace.rewards.reasoning_gym:reasoning_gym",
-}
+BUILT_FROM_CONFIG = ("judge", "python")
+"""Built-in rewards with their own settings: the registry has the factory that builds each one from the config."""
+BUILT_IN = {name: place for name, place in REWARDS.built_in.items() if name not in BUILT_FROM_CONFIG}
 RUN_IN_PROCESS = frozenset({BUILT_IN["reasoning_gym"], BUILT_IN["math"]})
 """Built-in functions that call third-party packages and therefore run in grader processes, like user functions."""
-BUILT_FROM_CONFIG = {
-    "judge": "outpace.rewards.judge:make_judge",
-    "python": "outpace.rewards.python_tests:make_python",
-}
-"""Built-in rewards with their own settings: the factory that builds each one from the config."""
 OPTIONAL_PACKAGES = {"math": ("math_verify", "math")}
 """Optional packages of built-in rewards: (module, outpace extra)."""
 MAIN_THREAD = frozenset({BUILT_IN["math"]})
 """Built-in functions that use signals and therefore cannot run on a thread."""
 
-REGISTERED: dict[str, Reward] = {}
-"""Functions registered by the user."""
-
 NamedReward = tuple[str, Reward]
-
-
-def register(name: str) -> Callable[[R], R]:
-    """Make a function available by `name` in `rewards.functions`."""
-
-    def add(function: R) -> R:
-        if name in BUILT_IN or name in BUILT_FROM_CONFIG:
-            raise ValueError(f"a reward named {name!r} is built in")
-        REGISTERED[name] = function
-        return function
-
-    return add
 
 
 def resolve_rewards(names: Sequence[str | Reward], config: Config | None = None) -> list[NamedReward]:
     """Return (name, function) pairs. The name is the short one used in metrics, or the full reference if two collide.
 
     `config` holds the settings of rewards that are built from it; defaults are used when absent."""
-    functions = [(given, _load(given, config or Config())) for given in names]
+    functions = [(given, per_answer(_load(given, config or Config()))) for given in names]
     short = [_short_name(given) for given, _ in functions]
     named = [
         (name if short.count(name) == 1 else str(given), function)
@@ -120,10 +97,6 @@ def _check_environments_available(name: str, config: Config) -> None:
         raise BadInput(f'environment.isolation: {name} takes the environment instances; use "thread"')
     if config.environment.reuse:
         raise BadInput(f"environment.reuse: {name} takes environments after their episode; remove this setting")
-
-
-def is_async(function: Reward) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def has_own_timeout(function: Reward) -> bool:
@@ -172,27 +145,11 @@ def _load(given: str | Reward, config: Config) -> Callable[..., Any]:
         if callable(given):
             return given
         raise BadInput(f"{SETTING}: {given!r} is {with_article(type(given).__name__)}, not a function or its name")
-    if is_reference(given):
-        return load_function(given, SETTING)
-    if given in REGISTERED:
-        return REGISTERED[given]
-    _check_built_in(given)
-    if given in BUILT_FROM_CONFIG:
-        return cast(Reward, load_function(BUILT_FROM_CONFIG[given], SETTING)(config))
-    return load_function(BUILT_IN[given], SETTING)
-
-
-def _check_built_in(name: str) -> None:
-    known = [*BUILT_IN, *BUILT_FROM_CONFIG, *REGISTERED]
-    if name not in known:
-        close = closest_names(name, known)
-        hint = f"did you mean {close[0]}?" if close else f"known rewards: {', '.join(known)}."
-        raise BadInput(
-            f"{SETTING}: unknown reward {name!r}; {hint} Write your own as package.module:function or file.py:function"
-        )
-    package, extra = OPTIONAL_PACKAGES.get(name, ("", ""))
+    package, extra = OPTIONAL_PACKAGES.get(given, ("", ""))
     if package and importlib.util.find_spec(package) is None:
-        raise BadInput(f'{SETTING}: {name} requires the package {package}: pip install "outpace[{extra}]"')
+        raise BadInput(f'{SETTING}: {given} requires the package {package}: pip install "outpace[{extra}]"')
+    found: Callable[..., Any] = REWARDS.find(given)
+    return cast(Reward, found(config)) if given in BUILT_FROM_CONFIG else found
 
 
 def _short_name(given: str | Reward) -> str:

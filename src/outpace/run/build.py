@@ -75,6 +75,7 @@ class ComponentSpecs:
         runtime_dir: Path,
         code: bytes = b"",
         learner_code: bytes = b"",
+        engine_code: bytes = b"",
         producer_code: bytes | None = None,
     ) -> None:
         """`producer_code`: None if the run has no data producer."""
@@ -90,6 +91,7 @@ class ComponentSpecs:
         self._runtime_dir = runtime_dir
         self._code = code
         self._learner_code = learner_code
+        self._engine_code = engine_code
         self._producer_code = producer_code
         self.sockets: dict[str, str] = {}  # engine name -> socket path
         self.assigned: dict[str, GpuAssignment] = {}  # engine name -> GPUs
@@ -130,6 +132,7 @@ class ComponentSpecs:
             settings=self._shared_settings | {"index": index, "url": url},
             resources=_resources(engine_threads(self._config) if embedded else 1, gpus),
             restart=self._restart,
+            code=self._engine_code,
             listen=self.sockets[name],
             token=self._token,
             peers={LEARNER: self._learner_socket} if self._learner_sends else {},
@@ -203,6 +206,7 @@ async def build_engine(spec: ComponentSpec, peers: dict[str, Any]) -> object:
         return await asyncio.to_thread(_embedded_engine, settings, _device(spec), stale)
     from outpace.engines.server.build import build_server_engine
 
+    _install_registered(by_value.unpickle_objects(spec.code))
     return await build_server_engine(
         settings.parsed,
         spec.name,

@@ -7,9 +7,8 @@ A run started from Python records them in its run directory so that `outpace eva
 
 Nothing is pickled. A lambda, a local function or a class from a notebook has no reference; the error names it.
 
-Child processes get the functions that a script registered by name, and the metrics that it declared:
-`registered_for_worker` and `registered_for_learner` collect them in the caller, and `Registered.install` registers them
-in the child.
+Child processes get the components that a script registered by name, and the metrics that it declared: `registered_for`
+collects them in the caller, and `Registered.install` registers them in the child.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from outpace.algorithms.registry import ADVANTAGES, NORMALIZERS, POLICY_LOSSES, Registration, Registry
+from outpace.algorithms import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
 from outpace.config import Config
 from outpace.config.defaults import get_value
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.monitoring.metric_table import DECLARED, Metric
-from outpace.protocols import Reward, TaskSource
-from outpace.rewards import registry as rewards
+from outpace.protocols import TaskSource
+from outpace.registry import ENVIRONMENTS, REWARDS, TASKS, TRACKERS, TRANSPORTS, Registry
 from outpace.runtime.references import FILE_MODULE, absolute_reference, load_function
-from outpace.tasks import registry as tasks
 from outpace.types import Task
 
 OBJECTS_FILE = "objects.json"
@@ -157,53 +155,60 @@ def _survives_json(task: Task) -> bool:
         return False
 
 
-ALGORITHMS: dict[str, Registry] = {registry.setting: registry for registry in (POLICY_LOSSES, ADVANTAGES, NORMALIZERS)}
-"""Registries by the setting that names a function of theirs."""
+# ------------------------------------------------------------------------------------------------- registered names
+
+WORKER = (TASKS, REWARDS, ENVIRONMENTS, ADVANTAGES)
+LEARNER = (POLICY_LOSSES, ADVANTAGES, NORMALIZERS, MASKS)
+ENGINE = (TRANSPORTS,)
+"""Registries in which each component looks up names of the config. The reporter gets references instead."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """Functions that a script registered by name, for the child processes that look them up. Contains only what the
-    config uses. Importable functions are sent by reference; those of `__main__` or a notebook by value."""
+    """Components that a script registered by name, for a child process that looks them up. Contains only what the
+    config names. Importable functions are sent by reference; those of `__main__` or a notebook by value."""
 
-    tasks: dict[str, tasks.TaskFactory] = field(default_factory=dict)
-    rewards: dict[str, Reward] = field(default_factory=dict)
-    algorithms: dict[str, Registration] = field(default_factory=dict)
+    components: dict[str, dict[str, Any]] = field(default_factory=dict)  # by setting, then by name
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def install(self) -> None:
-        """Register the functions in this process."""
-        for name, factory in self.tasks.items():
-            tasks.register(name)(factory)
-        for name, function in self.rewards.items():
-            rewards.register(name)(function)
-        for key, registration in self.algorithms.items():
-            ALGORITHMS[key].own[registration.name] = registration
+        """Register the components in this process."""
+        for registry in {*WORKER, *LEARNER, *ENGINE}:
+            for name, component in self.components.get(registry.setting, {}).items():
+                registry.add(name, component)
         DECLARED.update(self.metrics)
 
 
-def registered_for_worker(config: Config) -> Registered | None:
-    """Return the registered functions that a rollout worker needs, or None if there are none."""
-    used, own = {config.tasks.name, *config.eval.sets.values()}, tasks.REGISTERED
-    return _unless_empty(
-        Registered(
-            tasks={name: own[name] for name in own if name in used},
-            rewards={name: rewards.REGISTERED[name] for name in config.rewards.functions if name in rewards.REGISTERED},
-            algorithms=_algorithms(config, (ADVANTAGES.setting,)),
-            metrics=dict(DECLARED),
-        )
+def registered_for(config: Config, registries: Sequence[Registry], metrics: bool = False) -> Registered | None:
+    """Return what a component needs that looks up names in these registries, or None if nothing is registered."""
+    components = {registry.setting: _own_components(config, registry) for registry in registries}
+    registered = Registered(
+        {setting: own for setting, own in components.items() if own}, dict(DECLARED) if metrics else {}
     )
-
-
-def registered_for_learner(config: Config) -> Registered | None:
-    """Return the registered functions that the learner needs, or None if there are none."""
-    return _unless_empty(Registered(algorithms=_algorithms(config, tuple(ALGORITHMS))))
-
-
-def _algorithms(config: Config, keys: tuple[str, ...]) -> dict[str, Registration]:
-    chosen = {key: get_value(config, key) for key in keys}
-    return {key: ALGORITHMS[key].own[name] for key, name in chosen.items() if name in ALGORITHMS[key].own}
-
-
-def _unless_empty(registered: Registered) -> Registered | None:
     return None if registered == Registered() else registered
+
+
+def tracker_references(names: Sequence[str]) -> list[str]:
+    """Return names and references of trackers that the reporter can load: a class that this program registered by its
+    reference."""
+    loadable = {name: reference_of(TRACKERS.find(name) if _is_own(TRACKERS, name) else name) for name in names}
+    for name, reference in loadable.items():
+        if reference is None:
+            raise BadInput(f"{TRACKERS.setting}: {name} must be a class at the top level of a file")
+    return [reference for reference in loadable.values() if reference is not None]
+
+
+def _own_components(config: Config, registry: Registry) -> dict[str, Any]:
+    """Return the components that the config names and that only this program knows."""
+    named = {name for setting in registry.settings for name in _names(get_value(config, setting))}
+    return {name: registry.find(name) for name in sorted(named) if _is_own(registry, name)}
+
+
+def _is_own(registry: Registry, name: str) -> bool:
+    return name in registry.registered and not registry.is_installed(name)
+
+
+def _names(value: Any) -> Iterable[str]:
+    if value is None or isinstance(value, str):
+        return [value] if value else []
+    return list(value.values()) if isinstance(value, Mapping) else list(value)

@@ -37,12 +37,14 @@ from outpace.rewards.registry import NamedReward, check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.objects import (
+    ENGINE,
+    LEARNER,
+    WORKER,
     Registered,
     SavedObjects,
     collect_saved_objects,
     load_saved_objects,
-    registered_for_learner,
-    registered_for_worker,
+    registered_for,
 )
 from outpace.runtime import by_value
 from outpace.runtime.references import accepted_parameters, load_function, named_parameters, refuse_while_importing
@@ -96,6 +98,7 @@ class RunPlan:
     sets: dict[str, int] = field(default_factory=dict)  # number of tasks in each set of `eval.sets`
     code: bytes = b""  # pickled user objects for the workers
     learner_code: bytes = b""  # pickled user objects for the learner
+    engine_code: bytes = b""  # the same for the engines
     producer_code: bytes | None = None  # pickled user objects for the producer; None: the run has none
     objects: tuple[str, ...] = ()  # names of the user objects
     saved: SavedObjects | None = None  # lets `outpace eval` restore the user objects
@@ -187,10 +190,9 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     if produced:
         carried["tasks"] = None, heldout
         given |= {"eval_tasks": heldout} if objects.eval_tasks is not None else {}
-    learner_registered = registered_for_learner(config)
-    sent = {**carried, "registered": registered_for_worker(config)}
-    registered = [each for each in (sent["registered"], learner_registered) if each is not None]
-    has_registered = any(each.tasks or each.rewards or each.algorithms for each in registered)
+    for_worker = registered_for(config, WORKER, metrics=True)
+    for_learner, for_engine = registered_for(config, LEARNER), registered_for(config, ENGINE)
+    has_registered = any(each is not None and each.components for each in (for_worker, for_learner, for_engine))
     return RunPlan(
         config=config,
         tasks=STREAM_FINGERPRINT if train is None or stream is not None else fingerprint(train),
@@ -198,9 +200,10 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         tokenizer=tokenizer_digest(model),
         heldout=0 if heldout is None else len(heldout),
         sets={name: len(source) for name, source in sets.items()},
-        code=by_value.pickle_objects(sent),
-        learner_code=by_value.pickle_objects({"registered": learner_registered}),
-        producer_code=_producer_code(objects, graded, sent["registered"]) if produced else None,
+        code=by_value.pickle_objects({**carried, "registered": for_worker}),
+        learner_code=by_value.pickle_objects({"registered": for_learner}),
+        engine_code=by_value.pickle_objects({"registered": for_engine}),
+        producer_code=_producer_code(objects, graded, for_worker) if produced else None,
         objects=(
             *given,
             *(("registered names",) if has_registered else ()),

@@ -21,7 +21,8 @@ from outpace.config.load import CONFIG_FILE, load_config, read_resolved
 from outpace.errors import BadInput, ComponentFailed, one_line
 from outpace.monitoring.reporter import BOOTSTRAP, EXIT_INCOMPLETE, IMPORTING, NICENESS, ReportOrder, resend_command
 from outpace.monitoring.run_directory import LOCK_FILE, is_lock_held
-from outpace.monitoring.trackers import SETTING
+from outpace.registry import TRACKERS
+from outpace.run.objects import tracker_references
 from outpace.runtime.child_process import describe_exit, end_program, start_program
 from outpace.runtime.cleanup import RuntimeDirectory
 
@@ -40,7 +41,7 @@ def report_order(config: Config, run: Path) -> ReportOrder:
     report = config.report
     return ReportOrder(
         run=str(run.absolute()),  # the process may work in another directory
-        trackers=config.run.report_to,
+        trackers=tracker_references(config.run.report_to),
         project=report.project,
         name=report.name or run.absolute().name,
         tables_every=report.tables_every,
@@ -66,7 +67,7 @@ async def check_trackers(config: Config, run: Path) -> None:
             errors = await _read_check(child.process, lines)
     except TimeoutError:
         slow = lines[-1].removeprefix(IMPORTING) if lines else ""
-        what = f"{SETTING}: {slow}: the import takes" if slow else f"report.python {python}: the start takes"
+        what = f"{TRACKERS.setting}: {slow}: the import takes" if slow else f"report.python {python}: the start takes"
         raise BadInput(f"{what} longer than {CHECK_S:g} s") from None
     finally:
         await child.end()

@@ -38,7 +38,9 @@ async def launch(plan: RunPlan, directory: Path) -> AsyncIterator[Launcher]:
         else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup)
     )
     try:
-        specs = ComponentSpecs(config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.producer_code)
+        specs = ComponentSpecs(
+            config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.engine_code, plan.producer_code
+        )
         yield Launcher(config, runtime, specs, specs.engines())
     finally:
         await runtime.stop()

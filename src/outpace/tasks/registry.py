@@ -1,7 +1,7 @@
-"""Task registry, and opening of the task sources that a config names.
+"""Opening of the task sources that a config names.
 
-A registered function takes the config and returns the training source (or a `TaskStream`) and the held-out source, or
-None if nothing is held out. `tasks.name` may also be `package.module:function`, which needs no registration.
+A function of the registry takes the config and returns the training source (or a `TaskStream`) and the held-out
+source, or None if nothing is held out. A built-in task is a function of split and seed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,24 +17,14 @@ from outpace.config import Config
 from outpace.config.defaults import with_values
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource, TaskStream
-from outpace.runtime.references import closest_names, is_reference, load_function
+from outpace.registry import TASKS
+from outpace.runtime.references import load_function
 from outpace.tasks.dataset import JSONL_SUFFIXES, TaskSubset, open_dataset
 from outpace.tasks.fingerprint import Indices, content_digest
 from outpace.types import Task
 
 TaskSources = tuple[TaskSource, TaskSource | None]
 TaskFactory = Callable[[Config], TaskSources]
-
-REGISTERED: dict[str, TaskFactory] = {}
-"""Tasks registered by the user."""
-
-BUILT_IN = {
-    "countdown": "outpace.tasks.countdown:Countdown",
-    "arithmetic": "outpace.tasks.generated:arithmetic_tasks",
-    "calculator": "outpace.tasks.generated:calculator_tasks",
-    "guess": "outpace.tasks.generated:guess_tasks",
-}
-"""Built-in tasks: each a function of split and seed, imported on first use."""
 
 TASK_PACKAGES = {"reasoning_gym": "outpace.tasks.reasoning_gym:open_reasoning_gym"}
 """Task packages: `tasks.name` is `<package>/<task>`."""
@@ -43,20 +34,6 @@ def is_package_task(name: str) -> bool:
     """Return whether `name` is a task of another package, as `<package>/<task>`. An existing file takes precedence."""
     package, slash, _ = name.partition("/")
     return bool(slash) and package in TASK_PACKAGES and not Path(name).exists()
-
-
-def register(name: str) -> Callable[[TaskFactory], TaskFactory]:
-    """Register a function as `tasks.name = name`. Registering the same function again, as a notebook does, replaces
-    it."""
-
-    def decorator(factory: TaskFactory) -> TaskFactory:
-        before = REGISTERED.get(name, factory)
-        if name in BUILT_IN or (before.__module__, before.__qualname__) != (factory.__module__, factory.__qualname__):
-            raise ValueError(f"a task named {name!r} is already registered; use another name")
-        REGISTERED[name] = factory
-        return factory
-
-    return decorator
 
 
 def open_tasks(config: Config) -> TaskSources:
@@ -150,7 +127,7 @@ def _open_path(config: Config) -> TaskSources:
 
 def _open_name(config: Config, setting: str = "tasks.name") -> TaskSources:
     name = config.tasks.name or "countdown"
-    if config.tasks.options and not is_reference(name) and not is_package_task(name):
+    if config.tasks.options and name in TASKS.built_in:
         raise BadInput(f"tasks.options: {name} has no options; leave this out")
     sources = _factory(name, setting)(config)
     if not isinstance(sources, tuple) or len(sources) != 2:
@@ -167,18 +144,10 @@ def _open_name(config: Config, setting: str = "tasks.name") -> TaskSources:
 
 
 def _factory(name: str, setting: str) -> TaskFactory:
-    if is_reference(name):
-        return load_function(name, setting)
     if is_package_task(name):
         return load_function(TASK_PACKAGES[name.partition("/")[0]], setting)
-    if name in BUILT_IN:
-        return partial(_open_built_in, load_function(BUILT_IN[name], setting))
-    if name not in REGISTERED:
-        known = sorted((*BUILT_IN, *REGISTERED))
-        close = closest_names(name, known)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-        raise BadInput(f"{setting}: unknown task {name!r}; {hint}")
-    return REGISTERED[name]
+    found: Callable[..., Any] = TASKS.find(name, setting)
+    return partial(_open_built_in, found) if name in TASKS.built_in else found
 
 
 def _open_built_in(make: Callable[[str, int], TaskSource], config: Config) -> TaskSources:

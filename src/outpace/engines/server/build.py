@@ -19,21 +19,14 @@ from outpace.engines.server.launch import (
     server_at,
     wait_until_reachable,
 )
-from outpace.engines.server.protocol import STALE, Server, ServerFacts, Transport
+from outpace.engines.server.protocol import STALE, SendWeights, Server, ServerFacts, Transport, TransportTarget
 from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.server_process import ServerProcess, keep_log_copy
 from outpace.engines.server.state import ServerEngineSettings
-from outpace.engines.server.transports import (
-    AdapterTransport,
-    CollectiveTransport,
-    FilesTransport,
-    MemoryTransport,
-    SendWeights,
-    sglang_reload,
-)
 from outpace.errors import BadInput, ServerFailed
 from outpace.hardware.cores import engine_threads
 from outpace.hardware.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
+from outpace.registry import TRANSPORTS
 from outpace.runtime.cleanup import temporary_files_environment
 from outpace.weights.delta import LocalSnapshot
 
@@ -182,24 +175,23 @@ def _make_engine(
 
 def transport_for(config: Config, setup: EngineSetup, server: Server, send: SendWeights | None) -> Transport:
     """The transport selected by the config. Files are written to a directory of this engine."""
-    http, control_s, name = server.http, config.engine.control_s, transport_of(config)
-    directory = _weights_directory(config, setup)
-    copy = LocalSnapshot(_created(setup.scratch / f"{setup.name}-copy")) if config.weights.delta else None
-    if server_kind(config) == "sglang":
-        if name != "files":
+    kind, name, adapters = server_kind(config), transport_of(config), config.lora.rank > 0
+    if name in TRANSPORTS.built_in and (adapters or kind == "sglang"):
+        if kind == "sglang" and name != "files":
             raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
-        if config.lora.rank:
-            return AdapterTransport(http, control_s, directory, routes="")
-        return FilesTransport(http, control_s, directory, copy, sglang_reload)
-    if config.lora.rank:
-        return AdapterTransport(http, control_s, directory)
-    if name == "files":
-        return FilesTransport(http, control_s, directory, copy)
-    memory = MemoryTransport(http, control_s, copy)
-    if name != "collective":
-        return memory
-    assert send is not None, "the process group transport needs the learner"
-    return CollectiveTransport(memory, send, "nccl" if uses_gpu(config) else "gloo", control_s)
+        name = "files"  # vLLM too loads adapters from files
+    target = TransportTarget(
+        kind=kind,
+        http=server.http,
+        control_s=config.engine.control_s,
+        directory=_weights_directory(config, setup),
+        adapters=adapters,
+        copy=LocalSnapshot(_created(setup.scratch / f"{setup.name}-copy")) if config.weights.delta else None,
+        send=send,
+        uses_gpu=uses_gpu(config),
+    )
+    made: Transport = TRANSPORTS.find(name)(target)
+    return made
 
 
 def _weights_directory(config: Config, setup: EngineSetup) -> Path:

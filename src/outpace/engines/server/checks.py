@@ -104,7 +104,7 @@ def _update_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
     """Yield why the server cannot load the run's weights."""
     sglang, transport, rank = facts.kind == "sglang", transport_of(config), config.lora.rank
     if not sglang and not rank and not facts.plugin:
-        if transport != "files":
+        if transport in ("memory", "ipc", "collective"):
             yield (
                 f'weights.transport "{transport}" needs outpace\'s plugin; start the server with `outpace serve` '
                 'or set weights.transport = "files"'

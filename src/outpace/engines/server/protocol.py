@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ import numpy as np
 from outpace.engines.server.http import HttpClient, deadline, status_error
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
 from outpace.types import Ints, Manifest, Sampling, StopReason, Version
+from outpace.weights.delta import LocalSnapshot
 
 T = TypeVar("T")
 
@@ -126,6 +128,24 @@ class Transport(Protocol):
     async def close(self, server_stays: bool) -> None:
         """Clean up here and, if `server_stays`, on the server. No other method is called afterwards."""
         ...
+
+
+SendWeights = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
+"""Makes the learner send a snapshot to the receiver that joins the given process group. Raises `UpdateFailed`."""
+
+
+@dataclass(frozen=True)
+class TransportTarget:
+    """The server that a transport brings weights to, and what it may use."""
+
+    kind: str  # vllm or sglang
+    http: HttpClient
+    control_s: float  # engine.control_s: time limit of a call that loads weights
+    directory: Path  # for files, readable by the server; belongs to this transport
+    adapters: bool = False  # lora.rank: snapshots are adapters, not whole models
+    copy: LocalSnapshot | None = None  # weights.delta: a local snapshot that is kept current by deltas
+    send: SendWeights | None = None  # collective
+    uses_gpu: bool = False
 
 
 class Server(ABC):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import msgspec
 
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import PreparedWeights
+from outpace.engines.server.protocol import PreparedWeights, SendWeights, Transport, TransportTarget
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, UpdateFailed, one_line
 from outpace.types import Manifest, Version
 from outpace.weights import snapshot
@@ -217,10 +217,6 @@ class FilesTransport:
         return PreparedWeights(manifest.version, transferred, {"folder": str(self._folders.write(manifest))})
 
 
-SendWeights = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
-"""Makes the learner send a snapshot to the receiver that joins the given process group. Raises `UpdateFailed`."""
-
-
 class CollectiveTransport:
     """Implements `Transport` over a process group of two: the learner and the server's worker.
 
@@ -338,3 +334,21 @@ class AdapterTransport:
         except ServerFaulty as error:
             if not isinstance(error.__cause__, msgspec.DecodeError):
                 raise
+
+
+def files_transport(target: TransportTarget) -> Transport:
+    vllm = target.kind == "vllm"
+    if target.adapters:
+        return AdapterTransport(target.http, target.control_s, target.directory, "/v1" if vllm else "")
+    reload_call = vllm_reload if vllm else sglang_reload
+    return FilesTransport(target.http, target.control_s, target.directory, target.copy, reload_call)
+
+
+def memory_transport(target: TransportTarget) -> Transport:
+    return MemoryTransport(target.http, target.control_s, target.copy)
+
+
+def collective_transport(target: TransportTarget) -> Transport:
+    assert target.send is not None, "the process group transport needs the learner"
+    memory = MemoryTransport(target.http, target.control_s, target.copy)
+    return CollectiveTransport(memory, target.send, "nccl" if target.uses_gpu else "gloo", target.control_s)

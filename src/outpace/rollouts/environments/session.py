@@ -1,4 +1,4 @@
-"""Environment sessions: the environment of one episode, opened for a task and closed at its end; and the registry.
+"""Environment sessions: the environment of one episode, opened for a task and closed at its end.
 
     EnvironmentSessions.open(task) ─▶ kind ─▶ idle or new host ─▶ make ─▶ EnvironmentSession: reset, call, …, reward
                                                   ▲                                                     │
@@ -34,12 +34,20 @@ from outpace.config import Config
 from outpace.config.sections import EnvironmentConfig, ToolsConfig
 from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.models.chat import Schema
+from outpace.registry import ENVIRONMENTS
 from outpace.rollouts.environments.child import UnusableResult
 from outpace.rollouts.environments.host import EnvironmentHost, LocalEnvironmentHost, ProcessEnvironmentHost
 from outpace.rollouts.tools.functions import ToolError, tools_of
 from outpace.runtime.async_tools import TimeLimitError
 from outpace.runtime.by_value import UserCodeSource, source_by_value
-from outpace.runtime.references import BY_KEYWORD, absolute_reference, closest_names, load_function, parameters_of
+from outpace.runtime.references import (
+    BY_KEYWORD,
+    absolute_reference,
+    closest_names,
+    is_reference,
+    load_function,
+    parameters_of,
+)
 from outpace.runtime.user_code import END_LIMIT_S, ProcessPool, UserCodeDied, UserCodeError
 from outpace.types import Task
 
@@ -87,7 +95,7 @@ def resolve_kinds(config: Config, given: EnvironmentArgument | None = None) -> d
     if len(used) > 1:
         raise BadInput(f"{used[0]}: {used[1]} also names environments; keep only one of the two")
     if named is not None:
-        return {SINGLE_KIND: EnvironmentSource("rollout.environment", named)}
+        return {SINGLE_KIND: _origin("rollout.environment", named)}
     if given is not None and not isinstance(given, Mapping):
         return {SINGLE_KIND: _origin("environment", given)}
     prefix = "environment.kinds." if kinds else "environment: "
@@ -132,8 +140,10 @@ def kind_of_task(task: Task, origins: Mapping[str, EnvironmentSource], column: s
 
 
 def _origin(setting: str, given: EnvironmentFactory | str) -> EnvironmentSource:
-    if isinstance(given, str):
+    if isinstance(given, str) and is_reference(given):
         return EnvironmentSource(setting, given)
+    if isinstance(given, str):
+        return EnvironmentSource(setting, factory=ENVIRONMENTS.find(given, setting))
     if not callable(given):
         shown = one_line(repr(given), 60)
         raise BadInput(f"{setting}: {shown} is neither a class nor a function that returns an environment")
