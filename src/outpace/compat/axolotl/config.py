@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from outpace.compat.trl.config import GRPOConfig, with_fields
-from outpace.compat.trl.settings import Found, Refusal
+from outpace.compat.trl.settings import Settings, translate
 from outpace.monitoring.transformers_callbacks import Schedule
 
 FIELDS: Mapping[str, Any] = {
@@ -28,40 +28,42 @@ class AsyncGRPOConfig(GRPOConfig):
     """Axolotl's `AsyncGRPOConfig`, with the fields of its `FastAsyncGRPOConfig`."""
 
 
-def find_async(args: Any, schedule: Schedule) -> Iterator[Found]:
-    """Yield the settings of Axolotl's own fields."""
+def translate_async(args: Any, rows: int | None, refused: dict[str, str]) -> tuple[Settings, Schedule]:
+    """Return the settings and the schedule of an `AsyncGRPOConfig`. `refused` gets the fields that cannot be used."""
+    settings, schedule = translate(args, rows, frozenset(FIELDS), refused)
+    if not args.replay_recompute_logps:
+        refused["replay_recompute_logps"] = "old logprobs of replayed groups are always recomputed; leave this out"
     if args.async_prefetch:
         every = math.ceil(args.vllm_sync_interval / schedule.updates)
-        yield "weights.every", every
-        yield "pacing.depth", args.prefetch_depth
-        yield "pacing.max_lag", args.prefetch_depth + every - 1
+        lag = args.prefetch_depth + every - 1
+        settings |= {"weights.every": every, "pacing.depth": args.prefetch_depth, "pacing.max_lag": lag}
     if args.streaming_partial_batch:
-        yield "pacing.chunk_groups", args.streaming_min_groups
-    if not args.replay_recompute_logps:
-        yield Refusal("replay_recompute_logps", "old logprobs of replayed groups are always recomputed; leave this out")
+        settings["pacing.chunk_groups"] = args.streaming_min_groups
     if args.use_data_producer:
-        yield "producer.async_prefetch", args.async_prefetch
-        if args.async_prefetch:
-            yield "producer.prefetch_depth", args.prefetch_depth
-        yield "tasks.shuffle", True  # the producer shuffles
-        yield "rewards.workers", args.reward_num_workers
-        yield from _selection(args, schedule)
+        settings |= {"producer.async_prefetch": args.async_prefetch, "rewards.workers": args.reward_num_workers}
+        settings |= {"producer.prefetch_depth": args.prefetch_depth} if args.async_prefetch else {}
+        settings["tasks.shuffle"] = True  # the producer decides
+        settings |= _replay(args, schedule) | _rerolls(args, settings["run.steps"])
+    return settings, schedule
 
 
-def _selection(args: Any, schedule: Schedule) -> Iterator[Found]:
-    """Yield the settings of replay and re-rolls, which Axolotl has with a producer only."""
-    if args.replay_buffer_size > 0:
-        yield "filter.uniform", True
-        if schedule.groups > 1:  # a batch has at least one new group
-            yield "replay.mode", "fill"
-            yield "replay.fraction", (schedule.groups - 1) / schedule.groups
-            age = math.ceil(args.replay_buffer_size / schedule.groups)
-            yield from {"replay.max_age": age, "replay.times": age}.items()
-    if args.reroll_start_fraction < 1:
-        steps = schedule.max_steps // schedule.updates
-        yield from {"reroll.max_times": REROLLS, "reroll.after_steps": 1}.items()
-        yield "reroll.from_step", int(steps * args.reroll_start_fraction)
-        yield "reroll.max_groups", args.reroll_max_groups
+def _replay(args: Any, schedule: Schedule) -> Settings:
+    if args.replay_buffer_size == 0:
+        return {}
+    age, groups = math.ceil(args.replay_buffer_size / schedule.groups), schedule.groups
+    fill = {"replay.mode": "fill", "replay.fraction": (groups - 1) / groups, "replay.max_age": age, "replay.times": age}
+    return {"filter.uniform": True} | (fill if groups > 1 else {})  # a batch has at least one new group
+
+
+def _rerolls(args: Any, steps: int) -> Settings:
+    if args.reroll_start_fraction >= 1:
+        return {}
+    return {
+        "reroll.max_times": REROLLS,
+        "reroll.after_steps": 1,
+        "reroll.from_step": int(steps * args.reroll_start_fraction),
+        "reroll.max_groups": args.reroll_max_groups,
+    }
 
 
 def producer_options(args: Any) -> dict[str, Any]:

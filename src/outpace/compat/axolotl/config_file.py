@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from outpace.compat.axolotl import keys
-from outpace.compat.axolotl.config import FIELDS, AsyncGRPOConfig, find_async, producer_options
+from outpace.compat.axolotl.config import AsyncGRPOConfig, producer_options, translate_async
 from outpace.compat.axolotl.data import open_tasks
 from outpace.compat.trl.config import AS_IN_TRL
-from outpace.compat.trl.settings import Found, Refusal, as_settings, find, make_schedule
+from outpace.compat.trl.settings import Refuse, Settings, refuse
 from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.monitoring.transformers_callbacks import Schedule
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Fields whose default in a file differs from that of `AsyncGRPOConfig`."""
 
 SECTIONS = ("trl", "vllm", "special_tokens")
-NOT_SET = (None, "", [], {})
+NOT_SET: tuple[Any, ...] = (None, "", [], {})
 OFF = (*NOT_SET, False, "false")
 LOCAL = ("0.0.0.0", "localhost", "127.0.0.1")
 NO_EFFECT_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
@@ -44,7 +44,7 @@ EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
 """YAML reads numbers such as 1e-5 as text."""
 
 
-def settings_of(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     """Return the settings of a file. Reads its datasets, because the length of a run depends on them."""
     given = dict(_flat(content))
     if given.get("rl") not in ("grpo", "gdpo"):
@@ -53,24 +53,15 @@ def settings_of(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     args = AsyncGRPOConfig(**_fields(given, {field: given[key] for field, key in places.items()}))
     data = _data(content, given, file)
     train, heldout = open_tasks(make_config(data | {"rewards.functions": ["number"]}))
-    schedule = make_schedule(args, len(train))
-    args.warmup_steps = _warmup(given, schedule)
-    found = [
-        *find(args, schedule, frozenset(FIELDS)),
-        *find_async(args, schedule),
-        *data.items(),
-        ("run.overwrite", False),
-        *_refused(given),
-        *_rewards(given, file),
-        *_adapter(given),
-        *_reporting(given),
-        *_intervals(given, schedule, 0 if heldout is None else len(heldout)),
-    ]
+    refused: dict[str, str] = {}
+    settings, schedule = translate_async(args, len(train), refused)
+    refused = {places.get(name, name): reason for name, reason in refused.items()} | dict(_refused(given))
+    settings |= data | {"run.overwrite": False, "rewards.functions": _rewards(given, file, refused.setdefault)}
+    settings |= _adapter(given, refused.setdefault) | _reporting(given)
+    settings |= _intervals(given, schedule, 0 if heldout is None else len(heldout), refused.setdefault)
+    refuse(refused)
     if args.use_data_producer:
-        found += {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}.items()
-    settings = as_settings(
-        Refusal(places.get(each.name, each.name), each.reason) if isinstance(each, Refusal) else each for each in found
-    )
+        settings |= {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}
     if args.use_vllm and "vllm.data_parallel_size" in given:
         settings["engine.count"] = given["vllm.data_parallel_size"]
     if given.get("vllm.enforce_eager") and "launch.args" in settings:
@@ -114,22 +105,22 @@ def _fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _refused(given: Mapping[str, Any]) -> Iterator[Refusal]:
+def _refused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     refused, harmless = keys.by_key(keys.REFUSED), keys.by_key(keys.WITHOUT_EFFECT)
     known = {*keys.TRANSLATED, *keys.RENAMED, *harmless, *refused, *ALL_FIELDS, *(f"trl.{name}" for name in ALL_FIELDS)}
     for key, value in given.items():
         reason = refused.get(key if key in known else key.partition(".")[0])
         is_off = value in OFF or (key in keys.OFF_AT_1 and value == 1)
         if reason is not None and not is_off:
-            yield Refusal(key, reason)
+            yield key, reason
         elif reason is None and key not in known:
             close = closest_names(key, known)
-            yield Refusal(key, "Axolotl has no such key" + (f"; did you mean {close[0]}?" if close else ""))
+            yield key, "Axolotl has no such key" + (f"; did you mean {close[0]}?" if close else "")
     if given.get("chat_template", "tokenizer_default") != "tokenizer_default":
-        yield Refusal("chat_template", refused["chat_template_jinja"])
+        yield "chat_template", refused["chat_template_jinja"]
     for plugin in given.get("plugins", []):
         if not plugin.endswith(NO_EFFECT_PLUGINS):
-            yield Refusal("plugins", f"{plugin} is not supported; leave it out")
+            yield "plugins", f"{plugin} is not supported; leave it out"
 
 
 # ------------------------------------------------------------------------------------------------- data and rewards
@@ -181,56 +172,51 @@ def _reference(name: str, file: Path) -> str:
     return f"{source or module}:{function}"
 
 
-def _rewards(given: Mapping[str, Any], file: Path) -> Iterator[Found]:
+def _rewards(given: Mapping[str, Any], file: Path, refuse: Refuse) -> list[str]:
     names = given.get("trl.reward_funcs", [])
     for name in names:
         if "/" in name or "." not in name:
-            yield Refusal("trl.reward_funcs", f"{name} is not module.function; serve a reward model and use judge")
-    yield "rewards.functions", [_reference(name, file) for name in names]
+            refuse("trl.reward_funcs", f"{name} is not module.function; serve a reward model and use judge")
+    return [_reference(name, file) for name in names]
 
 
 # ----------------------------------------------------------------------------------------- adapter, intervals, trackers
 
 
-def _adapter(given: Mapping[str, Any]) -> Iterator[Found]:
+def _adapter(given: Mapping[str, Any], refuse: Refuse) -> Settings:
     if "adapter" not in given:
-        return
+        return {}
     if given["adapter"] != "lora":
-        yield Refusal("adapter", f"{given['adapter']} is not supported; use lora")
-    yield "lora.rank", given.get("lora_r", 8)
-    if "lora_alpha" in given:
-        yield "lora.alpha", float(given["lora_alpha"])
-    if "lora_target_modules" in given and not given.get("lora_target_linear"):
-        yield "lora.targets", list(given["lora_target_modules"])
+        refuse("adapter", f"{given['adapter']} is not supported; use lora")
+    targets = None if given.get("lora_target_linear") else given.get("lora_target_modules")
+    found = {"lora.rank": given.get("lora_r", 8), "lora.alpha": given.get("lora_alpha"), "lora.targets": targets}
+    return {key: value for key, value in found.items() if value is not None}
 
 
-def _warmup(given: Mapping[str, Any], schedule: Schedule) -> int:
-    steps = schedule.max_steps
-    default = given["warmup_ratio"] * steps if "warmup_ratio" in given else min(0.03 * steps, 100)
-    return int(given.get("warmup_steps", default))
-
-
-def _intervals(given: Mapping[str, Any], schedule: Schedule, heldout: int) -> Iterator[Found]:
-    """Yield when the run evaluates and saves."""
+def _intervals(given: Mapping[str, Any], schedule: Schedule, heldout: int, refuse: Refuse) -> Settings:
+    """Return when the run evaluates and saves, and how long the learning rate rises."""
     evaluates = heldout > 0 and given.get("eval_strategy") != "no"
-    yield from {"eval.count": heldout if evaluates else 0, "eval.start": evaluates, "eval.end": evaluates}.items()
+    found = {"eval.count": heldout if evaluates else 0, "eval.start": evaluates, "eval.end": evaluates}
     for word, setting, default in (("eval", "eval.every", "no"), ("save", "checkpoint.every", "epoch")):
         steps, times = given.get(f"{word}_steps"), given.get(f"{word}s_per_epoch")
         strategy = "steps" if steps or times else given.get(f"{word}_strategy", default)
         if strategy not in ("steps", "epoch", "no"):
-            yield Refusal(f"{word}_strategy", f"{strategy} is not supported; use steps, epoch or no")
+            refuse(f"{word}_strategy", f"{strategy} is not supported; use steps, epoch or no")
         steps = steps or schedule.epoch_steps / (times or 1)
         every = steps if steps >= 1 else steps * schedule.max_steps
-        yield setting, 0 if strategy == "no" else max(1, math.ceil(every / schedule.updates))
+        found[setting] = 0 if strategy == "no" else max(1, math.ceil(every / schedule.updates))
+    if given.get("lr_scheduler") != "constant":
+        ratio = given.get("warmup_ratio", min(0.03, 100 / schedule.max_steps))
+        warmup = int(given.get("warmup_steps", ratio * schedule.max_steps))
+        found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
+    return found
 
 
-def _reporting(given: Mapping[str, Any]) -> Iterator[Found]:
+def _reporting(given: Mapping[str, Any]) -> Settings:
     used = [name for name in ("wandb", "mlflow", "trackio", "tensorboard") if given.get(f"use_{name}")]
     if "wandb_project" in given and given.get("use_wandb", True) and "wandb" not in used:
         used.append("wandb")
     if not used or given.get("wandb_mode") == "disabled":
-        return
-    yield "run.report_to", used
-    for setting, names in keys.REPORT.items():
-        if named := [given[name] for name in names if name in given]:
-            yield setting, named[0]
+        return {}
+    found = {setting: [given[name] for name in names if name in given] for setting, names in keys.REPORT.items()}
+    return {"run.report_to": used, **{setting: named[0] for setting, named in found.items() if named}}

@@ -18,9 +18,9 @@ import torch
 
 from outpace.compat.trl.config import AS_IN_TRL, DEFAULT_URL, Unset
 from outpace.config.other_libraries import EQUIVALENTS
-from outpace.config.reporting import TRACKERS
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.transformers_callbacks import Schedule
+from outpace.registry import TRACKERS
 
 Settings = dict[str, Any]
 """By dotted key. None: the default of outpace."""
@@ -96,8 +96,8 @@ def _run(args: Any, refuse: Refuse) -> Settings:
         refuse("metric_for_best_model", 'the best checkpoint is that with the best "eval_reward"; use this metric')
     if value_of(args, "hub_strategy") not in ("every_save", "end"):
         refuse("hub_strategy", "only the trained model is uploaded, not checkpoints; leave this out")
-    if unknown := [name for name in args.report_to if name not in TRACKERS]:
-        refuse("report_to", f"{', '.join(unknown)} is not supported; use {', '.join(TRACKERS)}")
+    if unknown := [name for name in args.report_to if name not in TRACKERS.names()]:
+        refuse("report_to", f"{', '.join(unknown)} is not supported; use {', '.join(TRACKERS.names())}")
     return {
         "run.dir": args.output_dir,
         "run.overwrite": True,
