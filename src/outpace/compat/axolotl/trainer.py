@@ -39,8 +39,9 @@ class AsyncGRPOTrainer(GRPOTrainer):
 
         Masks sequences with a negative advantage that the policy has moved away from. `advantages` has the shape
         (sequences, 1), the other tensors (sequences, tokens); `mask` is 1 for tokens that are trained on."""
-        drift = ((sampling_per_token_logps - per_token_logps) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-        return ((advantages >= 0) | (drift <= off_policy_threshold)).to(mask.dtype)
+        moved = ((sampling_per_token_logps - per_token_logps.detach()) * mask).sum(1, keepdim=True)
+        is_near = moved <= off_policy_threshold * mask.sum(1, keepdim=True)
+        return ((advantages >= 0) | is_near).to(mask.dtype)
 
     def _settings(self, rows: int | None) -> tuple[Settings, Schedule]:
         refused: dict[str, str] = {}

@@ -71,11 +71,12 @@ class GRPOTrainer:
         if tasks is None:  # no dataset, or one without a length: as many rows as the run needs
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
-        settings |= {"eval.count": count, "eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        settings["eval.count"] = count
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
         produced = self._producer(rollout_func, tasks)
+        settings |= {} if produced else {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
         self._trainer = Trainer(
             model,
             None if produced else tasks,
