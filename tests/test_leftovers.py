@@ -52,7 +52,9 @@ def session(tmp_path: Path, tests: str, *options: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="one process"), pytest.param(["-n1"], id="xdist", marks=pytest.mark.slow)]
+)
 def test_a_session_that_leaves_things_behind_fails_and_lists_them(tmp_path: Path, options: list[str]) -> None:
     report = tmp_path / "report"
     ended = session(tmp_path, LEAKY.format(report=str(report)), *options)
@@ -65,7 +67,9 @@ def test_a_session_that_leaves_things_behind_fails_and_lists_them(tmp_path: Path
         assert left in ended.stdout
 
 
-@pytest.mark.parametrize("options", [[], ["-n1"]], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    "options", [pytest.param([], id="one process"), pytest.param(["-n1"], id="xdist", marks=pytest.mark.slow)]
+)
 def test_a_session_that_leaves_nothing_behind_passes(tmp_path: Path, options: list[str]) -> None:
     ended = session(tmp_path, TIDY, *options)
     assert ended.returncode == 0, ended.stdout

@@ -7,7 +7,7 @@ every method is a coroutine that may raise.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from outpace.types import (
@@ -218,18 +218,25 @@ class ModelClient(Protocol):
         *,
         tools: Sequence[dict[str, Any]] = (),
         role: str = "policy",
+        must_call: Sequence[str] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Answer:
         """Sample the policy's completion of a whole message history. `overrides` may set `max_tokens` and
-        `stop_strings`, and in evaluation also the parameters of the sampling distribution."""
+        `stop_strings`, and in evaluation also the parameters of the sampling distribution.
+
+        With `must_call` the completion starts with a call of one of these functions: with its name if there is one,
+        otherwise with what their calls have in common. These tokens are not sampled and not trained.
+        `chat_template_kwargs` are extra variables for the chat template."""
         ...
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
         """Sample a completion of plain text or token ids, without a chat template."""
         ...
 
-    async def endpoint(self, role: str = "policy") -> Endpoint:
-        """Return an OpenAI-compatible endpoint for agents that do not use this client. It closes with the episode."""
+    async def endpoint(self, role: str = "policy", *, key_in_url: bool = False) -> Endpoint:
+        """Return an OpenAI-compatible endpoint for agents that do not use this client. It closes with the episode.
+        `key_in_url`: the URL alone gives access, and the API key that the agent sends is ignored."""
         ...
 
     def reward(self, value: float, *, request: str | Answer | None = None, role: str | None = None) -> None:
@@ -247,8 +254,11 @@ class ModelClient(Protocol):
 
     def trajectory(self) -> Trajectory: ...
 
-    def trajectories(self) -> list[Trajectory]:
-        """Return everything sampled in this episode, each token once: one trajectory per history branch and role."""
+    def trajectories(self, parts: Sequence[Any] | None = None) -> list[Trajectory]:
+        """Return everything sampled in this episode, each token once: one trajectory per history branch and role.
+
+        With `parts` (`outpace.rollouts.transcript.EpisodePart`), only their answers are trained, each part with its own
+        role and reward, whatever role the requests were made in."""
         ...
 
 

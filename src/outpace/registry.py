@@ -113,7 +113,10 @@ class Registry:
 
     def check_known(self, name: str, setting: str = "") -> None:
         """Raise `BadInput` if there is no component of this name. Imports nothing, so a reference is not checked."""
-        if not is_reference(name) and name not in self.names():
+        if is_reference(name) or name in self.names():
+            return
+        _entry_points.cache_clear()  # a package may just have been installed, as in a notebook
+        if name not in self.names():
             raise BadInput(f"{setting or self.setting}: {self._why_unknown(name)}")
 
     def accept(self, loaded: Any, context: str) -> Any:

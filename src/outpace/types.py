@@ -104,8 +104,9 @@ class ToolCall(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """One completion of the policy, identified by `request_id`.
 
-    `text` is everything sampled, without special tokens. `content`, `reasoning` and `calls` are `text` as parsed by the
-    model's chat format. The arrays are read-only."""
+    `text` is the completion without special tokens, including the opening of a tool call that the request forced.
+    `content`, `reasoning` and `calls` are `text` as parsed by the model's chat format. The arrays are read-only and
+    contain only what was sampled."""
 
     request_id: str
     text: str
@@ -142,7 +143,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, frozen=True):
     """One exact token sequence. `mask` marks the sampled, trainable tokens; all others have version OBSERVED.
 
-    Advantages compare trajectories of the same role. `reward` overrides the episode's reward unless it is None.
+    Advantages compare trajectories of the same role. `reward` overrides the episode's reward unless it is None. The
+    trajectory then counts as an attempt of its own, or as one attempt with those of the same role and `attempt` number.
     A turn is a contiguous run of sampled tokens; `turn_rewards` has one value per turn or is empty."""
 
     tokens: Ints
@@ -153,6 +155,7 @@ class Trajectory(msgspec.Struct, frozen=True):
     reward: float | None = None
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
     sources: list[str] = []  # for display: the origin of each contiguous run of tokens that were not sampled, or empty
+    attempt: int | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -186,7 +189,7 @@ class Row(msgspec.Struct, frozen=True):
     normalization, or empty if they need a critic; a learner backend gets the final ones.
 
     Estimators that need the whole batch use the remaining fields: `episode` is an index into the record's rewards;
-    role, reward and turn rewards are the trajectory's."""
+    role, reward, turn rewards and attempt are the trajectory's."""
 
     tokens: Ints
     mask: Bools
@@ -198,6 +201,7 @@ class Row(msgspec.Struct, frozen=True):
     reward: float | None = None
     turn_rewards: Floats = msgspec.field(default_factory=_no_floats)
     sources: list[str] = []
+    attempt: int | None = None
 
 
 class JournalLocation(msgspec.Struct, frozen=True, order=True):

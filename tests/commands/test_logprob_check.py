@@ -67,6 +67,7 @@ def write_run(directory: Path, version: int) -> None:
     commit(temporary)
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_of_a_run_is_compared(tmp_path: Path) -> None:
     write_run(tmp_path, version=2)
     found = measure(tmp_path, [])

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from driver_support import SETTINGS
 from outpace.config.producer import ProducerConfig
 from outpace.controller import events as ev
-from outpace.controller.failure_budget import EndWithCheckpoint
+from outpace.controller.failure_budget import UserCodeFailed
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.task_feed import FeedState, ProducerRounds, TaskFeed, wants_round
 from outpace.errors import BadInput, ComponentFailed
@@ -232,7 +232,7 @@ async def test_a_producer_that_fails_ends_the_run_with_its_round_and_reason(
 
     tasks = StreamedTasks(tmp_path / "tasks.jsonl")
     rounds = ProducerRounds(ProducerConfig(async_prefetch=True), tasks, produce)
-    with pytest.raises(EndWithCheckpoint, match=naming(*words)):
+    with pytest.raises(UserCodeFailed, match=naming(*words)):
         await TaskFeed(rounds, tasks, Idle(), lambda _: None).run()  # type: ignore[arg-type]
 
 

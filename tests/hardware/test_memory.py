@@ -184,7 +184,9 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("model", ["starter", pytest.param("moderate", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "model", [pytest.param("starter", marks=pytest.mark.slow), pytest.param("moderate", marks=pytest.mark.nightly)]
+)
 def test_the_memory_estimate_of_the_learner_is_close_to_the_measured_peak(model: str) -> None:
     vocabulary, width, layers, heads, kv_heads, wide = MODELS[model]
     size = width // heads

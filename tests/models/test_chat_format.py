@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from outpace.errors import BadInput
+from outpace.errors import BadInput, RequestFailed
+from outpace.models.call_opening import call_opening
 from outpace.models.chat import PLACEHOLDER
 from outpace.models.chat_format import AnsweredConversation, TemplateChatFormat, chat_format_for, parse_text
 from outpace.models.loading import load_tokenizer
@@ -155,3 +156,26 @@ def test_a_missing_renderers_package_is_reported_with_the_install_command(
     with pytest.raises(BadInput, match=r'pip install "outpace\[renderers\]"'):
         chat_format_for(qwen, [], "qwen3")
     assert isinstance(chat_format_for(qwen, []), TemplateChatFormat)
+
+
+# -------------------------------------------------------------------------------------------------- forced tool calls
+
+
+@pytest.mark.parametrize("name", ["add", "a", "name", "xadd", "tool_call"])
+def test_the_opening_of_a_call_ends_with_the_token_after_its_name(name: str, qwen: Any) -> None:
+    tool = {"type": "function", "function": {**ADD["function"], "name": name}}  # type: ignore[dict-item]
+    opened = qwen.decode(call_opening(chat_format_for(qwen, []), [name], [tool]))
+    assert opened == f'<think>\n\n</think>\n\n<tool_call>\n{{"name": "{name}"'
+    agent = load_tokenizer("starter-agent")
+    opened = agent.decode(call_opening(TemplateChatFormat(agent, [agent.eos_token_id]), [name], [tool]))
+    assert opened == f'<tool_call>{{"name": "{name}", "argum'  # one token of this tokenizer follows the name
+
+
+def test_calls_of_several_functions_share_the_opening_before_their_names(qwen: Any) -> None:
+    opened = call_opening(chat_format_for(qwen, []), ["add", "multiply"], [ADD])
+    assert qwen.decode(opened) == '<think>\n\n</think>\n\n<tool_call>\n{"name": "'
+
+
+def test_a_renderer_refuses_template_kwargs(qwen: Any) -> None:
+    with pytest.raises(RequestFailed, match=naming("chat_template_kwargs", "model.renderer")):
+        chat_format_for(qwen, []).open([HI], template_kwargs={"enable_thinking": False})

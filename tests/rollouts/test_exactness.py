@@ -131,3 +131,27 @@ async def test_every_logprob_matches_a_forward_pass_over_the_recorded_tokens(
     assert sum(len(set(each.versions[each.mask].tolist())) > 1 for each in kept), "no swap fell inside a trajectory"
     assert sum(client.breaks for client in clients) > 0
     assert sum(int(trajectory.mask.sum()) for trajectory in kept) == sum(client.sampled for client in clients)
+
+
+async def test_forced_calls_are_context_and_every_sampled_token_has_ratio_one(tokenizer: Any, make_client: Any) -> None:
+    model = make_model(len(tokenizer))
+    engine = EmbeddedEngine(model, tokenizer=tokenizer, slots=8, device="cpu", threads=1)
+    client: PolicyClient = make_client(engine, min_version=0, temperature=1.0, stop_strings=())
+    history: list[Message] = [{"role": "user", "content": "ok"}]
+    other = {"type": "function", "function": {**TOOL["function"], "name": "g"}}  # type: ignore[dict-item]
+    try:
+        first = await client.chat(history, tools=[TOOL, other], must_call=["f"], max_tokens=9)
+        follow_up: list[Message] = [*history, first.message, {"role": "user", "content": "more"}]
+        await client.chat_samples(3, follow_up, tools=[TOOL, other], must_call=["f", "g"], max_tokens=9)
+    finally:
+        await engine.close()
+    kept = client.trajectories()
+    openings = ['<|assistant|><tool_call>{"name": "f"', '<|assistant|><tool_call>{"name": "']
+    for trajectory in kept:
+        starts = np.flatnonzero(np.diff(trajectory.mask.astype(int)) == 1) + 1
+        prompts = [tokenizer.decode(trajectory.tokens[:start]) for start in starts]
+        assert all(prompt.endswith(tuple(openings)) for prompt in prompts)
+        ratios = np.exp(logprobs_under(model, trajectory) - trajectory.logprobs[1:])[trajectory.mask[1:]]
+        np.testing.assert_allclose(ratios, 1, atol=1e-4)
+    assert len(kept) == 3
+    assert sum(int(trajectory.mask.sum()) for trajectory in kept) == client.sampled

@@ -71,6 +71,7 @@ def run_script(directory: Path, small: Settings, guard: str) -> Path:
     return Path(small["run.dir"])
 
 
+@pytest.mark.slow
 def test_a_run_of_a_script_with_rows_and_a_function_is_evaluated(
     small: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

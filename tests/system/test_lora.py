@@ -40,6 +40,7 @@ def test_a_resumed_lora_run_matches_an_uninterrupted_one(lora_settings: Settings
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_lora_learns_the_starter_task_at_its_default_learning_rate(tmp_path: Path) -> None:
     settings = {"lora.rank": 8, "run.steps": 8, "pacing.groups_per_step": 8, "eval.count": 0, "checkpoint.every": 0}
     train(settings, tmp_path / "run", run__threads=1)

@@ -35,6 +35,7 @@ def wait_for(condition: Callable[[], bool], is_running: Callable[[], bool], seco
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_records_under_each_step_only_its_groups_and_each_once(
     settings: Settings, tmp_path: Path
 ) -> None:

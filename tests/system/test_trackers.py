@@ -50,6 +50,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_is_one_run_in_its_tracker(reporting: Settings) -> None:
     run = Path(reporting["run.dir"])
     process = start_command("train", *as_arguments(reporting | {"run.steps": 1000}))
@@ -79,6 +80,7 @@ def test_a_killed_and_resumed_run_is_one_run_in_its_tracker(reporting: Settings)
     assert found[-1]["summary"]["steps"] == len(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["block", "stop", "kill"])
 def test_a_run_goes_on_without_its_tracker_and_sends_the_rest_later(reporting: Settings, fault: str) -> None:
     run = Path(reporting["run.dir"])
@@ -110,6 +112,7 @@ def test_a_run_goes_on_without_its_tracker_and_sends_the_rest_later(reporting: S
     assert calls(run)[-1]["summary"]["steps"] == last
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_reporter_is_waited_for_ends_only_the_reporter(reporting: Settings) -> None:
     run = Path(reporting["run.dir"])
     process = start_command("train", *as_arguments(reporting | {"run.steps": 1000}))

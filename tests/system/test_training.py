@@ -177,6 +177,7 @@ def _log_of(child: psutil.Process) -> str:
     return os.readlink(f"/proc/{child.pid}/fd/2")
 
 
+@pytest.mark.slow
 def test_a_signal_stops_the_run_with_a_checkpoint_and_resume_continues_without_losing_a_task(
     settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

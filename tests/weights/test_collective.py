@@ -157,7 +157,7 @@ async def test_a_receiver_that_never_connects_is_an_error_by_the_deadline(tmp_pa
         await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 async def test_a_receiver_lost_halfway_is_an_error_and_the_next_transfer_succeeds(
     tmp_path: Path, receivers: Receivers, number: signal.Signals
 ) -> None:

@@ -3,8 +3,9 @@
     rewards, turn rewards, penalties ─▶ attempts ─▶ comparisons ─▶ estimator ─▶ one advantage per trained token
 
 Attempts
-- An attempt is one episode's rows of one role; a row with its own reward is an attempt of its own. The rows of an
-  attempt follow each other in time, share its advantage, and count once.
+- An attempt is one episode's rows of one role; a row with its own reward is an attempt of its own, unless it shares an
+  attempt number with other rows of its role. The rows of an attempt follow each other in time, share its advantage,
+  and count once.
 - An episode without trained rows still counts by its reward, in every role that uses the episode's reward.
 - Rewards arrive at the end: a turn's at its last token, the attempt's at its very last token.
 - Only attempts of the same role are compared: the baseline of a judge consists of judges.
@@ -87,16 +88,23 @@ def split_attempts(
     """Split the rows of a group into attempts, ordered by episode."""
     rows_of_attempt: dict[tuple[int, str, int | None], list[int]] = {}
     for index, row in enumerate(rows):
-        rows_of_attempt.setdefault((row.episode, row.role, None if row.reward is None else index), []).append(index)
+        rows_of_attempt.setdefault((row.episode, row.role, _own_attempt(row, index)), []).append(index)
     attempts = []
     for (episode, role, own), indices in rows_of_attempt.items():
         pieces = [_token_rewards(rows[index], None if penalties is None else penalties[index]) for index in indices]
-        reward = rewards[episode] if own is None else rows[own].reward
+        reward = rewards[episode] if own is None else rows[indices[0]].reward
         assert reward is not None
         by_name = _individual_rewards([rows[index] for index in indices], parts[episode] if parts else {})
         attempts.append(Attempt(episode, role, indices, reward, by_name, np.concatenate(pieces), _turns(rows, indices)))
     attempts += _untrained_attempts({row.episode for row in rows}, rows_of_attempt, rewards, parts)
     return sorted(attempts, key=lambda attempt: attempt.episode)
+
+
+def _own_attempt(row: Row, index: int) -> int | None:
+    """Return a number for the attempt of a row with its own reward, or None if the episode's reward applies."""
+    if row.reward is None:
+        return None
+    return index if row.attempt is None else -1 - row.attempt
 
 
 def _untrained_attempts(

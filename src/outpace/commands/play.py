@@ -31,8 +31,8 @@ from outpace.protocols import Rollout, TaskSource, TaskStream
 from outpace.rewards.grading import grade
 from outpace.rollouts.build import build_rollout
 from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.conversation import content_text
 from outpace.rollouts.episode import run_episode, total_return
+from outpace.rollouts.history_digests import content_text
 from outpace.rollouts.human import HumanClient, HumanTurn, TypedAnswer, is_call, read_answer, read_call, tool_signature
 from outpace.rollouts.worker import RewardFunctions
 from outpace.run.build import build_reward_functions

@@ -1,1 +1,1 @@
-"""The trainers of other libraries, by their names, on outpace's loop."""
+"""Scripts of other libraries on outpace: the same names and arguments, as thin layers over `outpace.Trainer`."""

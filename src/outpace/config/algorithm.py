@@ -277,7 +277,13 @@ Function = Callable[..., Any]
 def settings_model(*functions: Function) -> type[Section]:
     """Return the model of the settings that these functions take: one field per keyword-only argument."""
     fields = {name: field for function in functions for name, field in _fields(function).items()}
-    return pydantic.create_model("FunctionSettings", __base__=Section, **fields)
+    return pydantic.create_model("FunctionSettings", __base__=_FunctionSettings, **fields)
+
+
+class _FunctionSettings(Section):
+    """Has no docstrings to search for. The search takes seconds in a process that has imported transformers."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
 
 
 def _fields(function: Function) -> dict[str, Any]:

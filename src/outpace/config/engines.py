@@ -94,6 +94,10 @@ class LaunchConfig(Section):
         }
 
 
+PLUGIN_TRANSPORTS = ("memory", "ipc", "collective")
+"""Values of `weights.transport` that need outpace's plugin in the server."""
+
+
 class WeightsConfig(Section):
     """Weight sync from the learner to the engines."""
 

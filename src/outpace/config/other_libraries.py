@@ -1,4 +1,4 @@
-"""Setting names of TRL, verl, prime-rl, OpenRLHF, Axolotl and outpace 0.1, with the settings to use instead.
+"""Setting names of TRL, verl, rLLM, prime-rl, OpenRLHF, Axolotl and outpace 0.1, with the settings to use instead.
 
 `equivalent_setting(name)` returns the hint to print for an unknown name. Names of other libraries are never accepted as
 settings, because their values do not always mean the same; the note says where they differ.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
+
+from outpace.config.rllm_settings import SAME as RLLM_SAME
 
 
 class Equivalent(NamedTuple):
@@ -106,9 +108,9 @@ USE: Mapping[str, str] = {
     "rollout.environment (or Trainer(environment=...))": "environment_factory",
     "rollout.max_turns": "multi_turn.max_assistant_turns max_tool_calling_iterations",
     "rollout.timeout_s": "request_timeout",
+    "rollout.workers": "agent.num_workers",
     "engine.control_s": "weight_sync_timeout",
     "supervise.silent_s": "heartbeat_stale_after_s",
-    "rollout.workers": "agent.num_workers",
     "tools.functions": "multi_turn.tool_config_path",
     "pacing.max_lag": "max_async_level max_off_policy_steps max_staleness",
     "pacing.max_lag (in versions, not a fraction of samples)": "async_training.staleness_threshold",
@@ -211,8 +213,8 @@ USE: Mapping[str, str] = {
     "checkpoint.keep_best (then `outpace export --best`)": "load_best_model_at_end metric_for_best_model",
     "eval.every": "eval.interval trainer.test_freq eval_steps",
     "eval.every (in steps)": "evals_per_epoch eval_strategy",
-    "eval.start": "trainer.val_before_train eval_on_start",
     "eval.count": "eval.num_examples data.val_max_samples",
+    "eval.start": "trainer.val_before_train eval_on_start",
     "eval.attempts": "num_generations_eval eval.rollouts_per_example val_kwargs.n",
     "eval.temperature": "val_kwargs.temperature",
     "eval.top_p": "val_kwargs.top_p",
@@ -241,11 +243,10 @@ ABSENT: Mapping[str, str] = {
         "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size",
     "the optimizer is AdamW; leave this out": "optimizer optim optim_args optim_target_modules",
     "the learner runs on one device; sharding is not supported yet; leave this out":
-        "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload "
-        "fsdp_config.optimizer_offload deepspeed fsdp fsdp_config accelerator_config parallelism_config",
+        "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload fsdp_config.optimizer_offload "
+        "deepspeed fsdp fsdp_config accelerator_config parallelism_config",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",
     'the column must be named "prompt"': "data.prompt_key",
-    "evaluations are every eval.every steps; leave this out": "eval_delay",
     'the column must be named "data_source"': "data.reward_fn_key",
     "give the arguments defaults in the reward function": "custom_reward_function.reward_kwargs",
     "rewards.functions grade each answer by itself; leave this out": "reward_manager reward_manager.name",
@@ -253,6 +254,7 @@ ABSENT: Mapping[str, str] = {
         "data.filter_overlong_prompts data.truncation",
     "padding is always removed; leave this out": "model.use_remove_padding",
     "value head and policy are trained from the first step; leave this out": "trainer.critic_warmup",
+    "evaluations are every eval.every steps; leave this out": "eval_delay",
     "the attention implementation is chosen by device; leave this out": "attn_implementation",
     "truncated or reshaped sampling biases the importance weights; leave this out": "min_p repetition_penalty",
     "constrained sampling biases the importance weights; leave this out": "vllm_structured_outputs_regex",
@@ -324,6 +326,7 @@ def _equivalent(text: str) -> Equivalent:
 
 
 EQUIVALENTS: Mapping[str, Equivalent] = {
+    **{name: Equivalent((setting,)) for name, setting in RLLM_SAME.items()},
     **{name: _equivalent(text) for text, names in USE.items() for name in names.split()},
     **{name: Equivalent((), note) for note, names in ABSENT.items() for name in names.split()},
     **{name: Equivalent((), note, True) for note, names in WITHOUT_EFFECT.items() for name in names.split()},

@@ -246,6 +246,8 @@ class RolloutConfig(Section):
     """Time limit after which an episode ends early and is scored as it is. Default: no limit."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Timeout after which an episode fails."""
+    retries: int = Field(default=0, ge=0)
+    """Further attempts at an episode whose rollout raises. What a failed attempt sampled is not trained on."""
     workers: int = Field(default=1, ge=1)
     """Number of rollout worker processes."""
     gpus: int = Field(default=0, ge=0)

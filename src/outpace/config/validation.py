@@ -20,9 +20,9 @@ from typing import Any
 from outpace.config import Config
 from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
-from outpace.config.engines import ServerAddress, is_server_url, server_address
+from outpace.config.engines import PLUGIN_TRANSPORTS, ServerAddress, is_server_url, server_address
 from outpace.errors import BadInput, one_line, plural, with_article
-from outpace.registry import TRACKERS, TRANSPORTS
+from outpace.registry import ENVIRONMENTS, TRACKERS, TRANSPORTS
 from outpace.runtime.references import absolute_reference
 
 LAST_PORT = 65535
@@ -67,16 +67,15 @@ def _check_transport(config: Config) -> Iterator[str]:
     transport = config.weights.transport
     if transport != "auto":
         TRANSPORTS.check_known(transport)
-    reads_files = transport in ("auto", "files") or transport not in TRANSPORTS.built_in
     if transport == "ipc" and (config.run.device == "cpu" or config.run.deterministic):
         yield 'weights.transport: "ipc" shares GPU memory, but run.device is cpu; use "memory"'
-    if config.engine.kind == "sglang" and not reads_files:
+    if config.engine.kind == "sglang" and transport in PLUGIN_TRANSPORTS:
         yield f'weights.transport: sglang supports only "files", not "{transport}"; leave this out'
     if transport == "ipc" and config.weights.delta:
         yield 'weights.delta: "ipc" shares weights without a copy, so there is no delta; remove one of the two'
     if config.lora.rank == 0:
         return
-    if config.engine.kind == "vllm" and not reads_files:
+    if config.engine.kind == "vllm" and transport in PLUGIN_TRANSPORTS:
         yield f'weights.transport: vllm loads adapters from files, not by "{transport}"; leave this out'
     if config.weights.delta:
         yield "weights.delta: adapters are small and change completely; leave this out, or set lora.rank to 0"
@@ -108,11 +107,8 @@ TASK_REWARDS: dict[str, list[str]] = {
 }
 """Default reward functions of the built-in tasks. Empty: the task's environment gives the reward."""
 
-TASK_ENVIRONMENTS = {
-    "calculator": "outpace.tasks.generated:Calculator",
-    "guess": "outpace.tasks.generated:Guess",
-}
-"""Default environments of the built-in tasks that need one."""
+TASK_ENVIRONMENTS = ENVIRONMENTS.built_in
+"""Default environments of the built-in tasks that need one, by the name of the task."""
 
 FUNCTION_KEYS = (
     "tasks.name",

@@ -38,7 +38,7 @@ from outpace.controller.engine_registry import (
     StartEngine,
 )
 from outpace.controller.evaluation import Evaluator
-from outpace.controller.failure_budget import EndWithCheckpoint
+from outpace.controller.failure_budget import UserCodeFailed
 from outpace.controller.groups import GroupTracker
 from outpace.controller.policy_versions import PolicyVersions
 from outpace.controller.recorder import Recorder
@@ -131,7 +131,7 @@ class Driver:
         )
         self._feed = self._task_feed(stream, config, post)
         self._finish: str | None = None
-        self._ended_by: EndWithCheckpoint | None = None
+        self._ended_by: UserCodeFailed | None = None
 
     def _task_feed(self, stream: TaskStream | None, config: Config, post: PostEvent) -> TaskFeed | None:
         producer = self._components.producer
@@ -196,7 +196,7 @@ class Driver:
     async def _next(self) -> ev.Event:
         item = await self._queue.get()
         self._watchdog.record_progress()
-        if isinstance(item, EndWithCheckpoint) and self._scheduler.version > 0:
+        if isinstance(item, UserCodeFailed) and self._scheduler.version > 0:
             self._ended_by = self._ended_by or item
             return ev.StopRequested()  # write a checkpoint first; the error is raised after it
         if isinstance(item, BaseException):
@@ -259,6 +259,7 @@ class Driver:
             case ev.LoadWeights():
                 self._spawn(self._policy_versions.load(action))
             case ev.Evaluate():
+                self._recorder.callbacks.post("on_evaluation_start", action.version)
                 self._spawn(self._policy_versions.evaluate(action))
             case ev.Checkpoint():
                 self._awaited_tasks.add(
@@ -304,7 +305,7 @@ class Driver:
     async def _raise_failures(self) -> None:
         while not self._queue.empty():
             item = self._queue.get_nowait()
-            if isinstance(item, BaseException) and not (self._ended_by and isinstance(item, EndWithCheckpoint)):
+            if isinstance(item, BaseException) and not (self._ended_by and isinstance(item, UserCodeFailed)):
                 raise await self._find_cause(item)
 
     async def _cancel_tasks(self) -> None:

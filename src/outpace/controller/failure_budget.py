@@ -21,11 +21,11 @@ FILTERED = 1024
 be hit more rarely: once in 10^9."""
 
 
-class EndWithCheckpoint(ComponentFailed):
+class UserCodeFailed(ComponentFailed):
     """User code failed in a way that must end the run. The steps trained so far are worth a checkpoint."""
 
 
-class LimitReached(EndWithCheckpoint):
+class LimitReached(UserCodeFailed):
     """Too many groups in a row failed or were filtered."""
 
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from outpace.config.producer import ProducerConfig
 from outpace.controller.engine_registry import PostEvent
 from outpace.controller.events import TasksAdded
-from outpace.controller.failure_budget import EndWithCheckpoint
+from outpace.controller.failure_budget import UserCodeFailed
 from outpace.controller.scheduler import Scheduler
 from outpace.errors import BadInput, ComponentFailed, with_article
 from outpace.protocols import TaskStream
@@ -126,15 +126,15 @@ class TaskFeed:
             self._asked = None
 
 
-def _failure(source: str, number: int, error: BaseException) -> EndWithCheckpoint:
+def _failure(source: str, number: int, error: BaseException) -> UserCodeFailed:
     """Return the error that ends the run, with the traceback of user code."""
     if isinstance(error, BadInput):
-        return EndWithCheckpoint(*_setting_and_problem(source, str(error)))
+        return UserCodeFailed(*_setting_and_problem(source, str(error)))
     if isinstance(error, ComponentFailed):
         message, trace = error.message, error.remote_traceback
     else:
         message, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
-    return EndWithCheckpoint(source, f"round {number}: {message}", trace)
+    return UserCodeFailed(source, f"round {number}: {message}", trace)
 
 
 def _setting_and_problem(source: str, line: str) -> tuple[str, str]:

@@ -8,9 +8,11 @@ Invariants
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,10 @@ from outpace.types import Message
 
 Schema = dict[str, Any]
 """A tool in the form chat templates expect: `{"type": "function", "function": {name, description, parameters}}`."""
+
+TemplateKwargs = Mapping[str, Any]
+"""Extra variables for a chat template, such as `enable_thinking`."""
+NO_KWARGS: TemplateKwargs = MappingProxyType({})
 
 PLACEHOLDER: Message = {"role": "assistant", "content": "stand-in"}
 """Stands for an answer of the policy in a conversation to render."""
@@ -35,20 +41,30 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
 
 
 def render(
-    tokenizer: Any, prompt: str | list[Message], system: str | None = None, tools: Sequence[Schema] = ()
+    tokenizer: Any,
+    prompt: str | list[Message],
+    system: str | None = None,
+    tools: Sequence[Schema] = (),
+    template_kwargs: TemplateKwargs = NO_KWARGS,
+    generation_prompt: bool = True,
 ) -> list[int]:
-    """Return the prompt ids, including the generation prompt."""
+    """Return the ids of a conversation, including the generation prompt unless it ends with an answer."""
     if tokenizer.chat_template:
         messages = as_messages(prompt, system)
+        template = _Template(tokenizer, tools, template_kwargs)
+        template.check_kwargs()
         try:
-            text = _text(tokenizer, messages, tools)
+            (text,) = template.texts([messages], generation_prompt)
+            ignores_tools = bool(tools) and text == _Template(tokenizer, (), template_kwargs).text(messages)
         except TemplateError as error:
             raise RequestFailed(f"the chat template of {_name(tokenizer)} failed: {one_line(error)}") from error
-        if tools and text == _text(tokenizer, messages):
+        if ignores_tools:
             raise BadInput(f"rollout.environment: the chat template of {_name(tokenizer)} does not render tools")
         return _ids(tokenizer, text)
     if tools:
         raise BadInput(f"rollout.environment: tools need a chat template, but {_name(tokenizer)} has none")
+    if template_kwargs:
+        raise RequestFailed(f"chat_template_kwargs: {_name(tokenizer)} has no chat template")
     return [int(token) for token in tokenizer.encode(_plain(as_messages(prompt, system)))]
 
 
@@ -70,6 +86,7 @@ def bridge(
     new: Sequence[Message],
     tools: Sequence[Schema] = (),
     rendered: str = "",
+    template_kwargs: TemplateKwargs = NO_KWARGS,
 ) -> Bridge | None:
     """Return the ids from one answer of the policy to the next: end of turn, the new messages, generation prompt.
 
@@ -84,13 +101,14 @@ def bridge(
     """
     if not tokenizer.chat_template:
         raise RequestFailed(f"{_name(tokenizer)} has no chat template to continue a chat with; use observe(text)")
+    template = _Template(tokenizer, tools, template_kwargs)
     try:
-        *opened, whole = _texts(tokenizer, [*([] if rendered else [history]), [*history, PLACEHOLDER, *new]], tools)
+        *opened, whole = template.texts([*([] if rendered else [history]), [*history, PLACEHOLDER, *new]])
         before = (rendered or opened[0]) + PLACEHOLDER["content"]
         tail = whole.removeprefix(before)
-        if not whole.startswith(before) or _depends_on_calls(tokenizer, history, answer, new, tools, tail):
+        if not whole.startswith(before) or _depends_on_calls(template, history, answer, new, tail):
             return None
-        _check_visible(tokenizer, history, new, tools, whole)
+        _check_visible(template, history, new, whole)
     except TemplateError:  # for example a template that requires the call before its result
         return None
     # Tokenize after the placeholder: some tokenizers treat the beginning of a text differently.
@@ -100,13 +118,59 @@ def bridge(
 
 
 @dataclass(frozen=True)
+class _Template:
+    """A tokenizer's chat template with the tools and extra variables of one conversation."""
+
+    tokenizer: Any
+    tools: Sequence[Schema]
+    kwargs: TemplateKwargs
+
+    def text(self, messages: Sequence[Message]) -> str:
+        return self.texts([messages])[0]
+
+    def texts(self, conversations: Sequence[Sequence[Message]], generation_prompt: bool = True) -> list[str]:
+        """Render several conversations at once, which prepares the tools only once."""
+        prepared = [list(map(_for_template, messages)) for messages in conversations]
+        try:
+            texts: list[str] = self.tokenizer.apply_chat_template(
+                prepared,
+                tools=list(self.tools) or None,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self.kwargs,
+            )
+        except (TypeError, ValueError, ArithmeticError) as error:  # a template may compute with its extra variables
+            raise TemplateError(one_line(error)) from error
+        return texts
+
+    def check_kwargs(self) -> None:
+        """Refuse extra variables that would replace what the request itself gives to the template."""
+        taken = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        if names := sorted(taken & self.kwargs.keys()):
+            raise RequestFailed(f"chat_template_kwargs: {', '.join(names)} cannot be set here")
+
+    def fact_key(self, *more: Any) -> tuple[Any, ...]:
+        """Return the key of a fact that depends on this template and on `more`."""
+        return (self.tokenizer.chat_template, bool(self.tools), repr(dict(self.kwargs)), *more)
+
+
+MAX_FACTS = 4096
+"""Number of facts after which they are determined anew: extra variables may differ from request to request."""
+
+
+@dataclass(frozen=True)
 class _TemplateFacts:
     """Cached properties of a tokenizer and its template. Each costs another rendering, so it is determined once per
     pair of a message's role and the role before it."""
 
     placeholder_ids: list[int]
-    depends_on_calls: dict[tuple[Any, ...], bool]
-    visible: set[tuple[Any, ...]]
+    known: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+
+    def add(self, key: tuple[Any, ...], fact: bool) -> bool:
+        if len(self.known) >= MAX_FACTS:
+            self.known.clear()
+        self.known[key] = fact
+        return fact
 
 
 _facts: WeakKeyDictionary[Any, _TemplateFacts] = WeakKeyDictionary()
@@ -114,44 +178,38 @@ _facts: WeakKeyDictionary[Any, _TemplateFacts] = WeakKeyDictionary()
 
 def _facts_of(tokenizer: Any) -> _TemplateFacts:
     if tokenizer not in _facts:
-        _facts[tokenizer] = _TemplateFacts(_ids(tokenizer, PLACEHOLDER["content"]), {}, set())
+        _facts[tokenizer] = _TemplateFacts(_ids(tokenizer, PLACEHOLDER["content"]))
     return _facts[tokenizer]
 
 
 def _depends_on_calls(
-    tokenizer: Any,
-    history: Sequence[Message],
-    answer: Message,
-    new: Sequence[Message],
-    tools: Sequence[Schema],
-    tail: str,
+    template: _Template, history: Sequence[Message], answer: Message, new: Sequence[Message], tail: str
 ) -> bool:
     """Whether the template renders `new` differently after tool calls, for example with the name of the tool."""
     if not answer.get("tool_calls"):
         return False
-    key = (tokenizer.chat_template, bool(tools), tuple(dict.fromkeys(message.get("role") for message in new)))
-    known = _facts_of(tokenizer).depends_on_calls
-    if key not in known:
-        called = {**PLACEHOLDER, "tool_calls": answer["tool_calls"]}
-        known[key] = not _text(tokenizer, [*history, called, *new], tools).endswith(tail)
-    return known[key]
+    facts = _facts_of(template.tokenizer)
+    key = template.fact_key("calls", *dict.fromkeys(message.get("role") for message in new))
+    if key in facts.known:
+        return facts.known[key]
+    called = {**PLACEHOLDER, "tool_calls": answer["tool_calls"]}
+    return facts.add(key, not template.text([*history, called, *new]).endswith(tail))
 
 
-def _check_visible(
-    tokenizer: Any, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Schema], whole: str
-) -> None:
+def _check_visible(template: _Template, history: Sequence[Message], new: Sequence[Message], whole: str) -> None:
     """Raise if the template omits a message of `new`. That depends on its role and the role before it."""
-    visible = _facts_of(tokenizer).visible
+    facts = _facts_of(template.tokenizer)
     before = "assistant"
     for index, message in enumerate(new):
-        key = (tokenizer.chat_template, bool(tools), before, message.get("role"))
+        key = template.fact_key("visible", before, message.get("role"))
         before = str(message.get("role"))
-        if key in visible:
+        if key in facts.known:
             continue
         changed = [*new[:index], _changed(message), *new[index + 1 :]]
-        if whole == _text(tokenizer, [*history, PLACEHOLDER, *changed], tools):
-            raise RequestFailed(f"the chat template of {_name(tokenizer)} does not render {before} messages here")
-        visible.add(key)
+        if whole == template.text([*history, PLACEHOLDER, *changed]):
+            name = _name(template.tokenizer)
+            raise RequestFailed(f"the chat template of {name} does not render {before} messages here")
+        facts.add(key, True)
 
 
 def _plain(messages: Sequence[Message]) -> str:
@@ -175,19 +233,6 @@ def _readable(message: Message) -> str:
     calls = [f"{function.get('name')}({function.get('arguments')})" for function in functions]
     content = message.get("content")
     return " ".join([*([str(content)] if content or not calls else []), *calls])
-
-
-def _text(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> str:
-    return _texts(tokenizer, [messages], tools)[0]
-
-
-def _texts(tokenizer: Any, conversations: Sequence[Sequence[Message]], tools: Sequence[Schema] = ()) -> list[str]:
-    """Render several conversations at once, which prepares the tools only once."""
-    prepared = [list(map(_for_template, messages)) for messages in conversations]
-    texts: list[str] = tokenizer.apply_chat_template(
-        prepared, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-    )
-    return texts
 
 
 def _for_template(message: Message) -> Message:

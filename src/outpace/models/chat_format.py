@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outpace.errors import BadInput, RequestFailed, one_line
-from outpace.models.chat import PLACEHOLDER, Bridge, Schema, bridge, render
+from outpace.models.chat import NO_KWARGS, PLACEHOLDER, Bridge, Schema, TemplateKwargs, bridge, render
 from outpace.runtime.references import closest_names
 from outpace.types import Ints, Message, ToolCall
 
@@ -75,12 +75,23 @@ class ChatFormat(ABC):
         self.stop_ids = tuple(stop_ids)
 
     @abstractmethod
-    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        """Return the prompt ids of a conversation. Raises `BadInput` if the model cannot render it."""
+    def open(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the prompt ids of a conversation, or without `generation_prompt` those of one that ends with an
+        answer. Raises `BadInput` if the model cannot render it."""
 
     @abstractmethod
     def extend(
-        self, state: AnsweredConversation, new: Sequence[Message], tools: Sequence[Schema] = ()
+        self,
+        state: AnsweredConversation,
+        new: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
     ) -> Bridge | None:
         """Return the ids from that answer to the next one, or None if it cannot be continued exactly."""
 
@@ -88,9 +99,9 @@ class ChatFormat(ABC):
     def parse(self, answer: Sequence[int], prompt: Sequence[int] | Ints, tools: Sequence[Schema] = ()) -> ParsedAnswer:
         """Split an answer into content, reasoning and tool calls."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
+        """Return the text, by default without special tokens."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special_tokens))
 
     def encode(self, text: str, opens: bool = False) -> list[int]:
         """Return the ids of plain text. `opens`: with the special tokens that a text begins with."""
@@ -104,13 +115,25 @@ class TemplateChatFormat(ChatFormat):
         super().__init__(tokenizer, stop_ids)
         self._may_open_reasoning = "<think>" in str(tokenizer.chat_template)
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
-        return render(self._tokenizer, list(messages), tools=tools)
+    def open(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        return render(self._tokenizer, list(messages), None, tools, template_kwargs, generation_prompt)
 
     def extend(
-        self, state: AnsweredConversation, new: Sequence[Message], tools: Sequence[Schema] = ()
+        self,
+        state: AnsweredConversation,
+        new: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
     ) -> Bridge | None:
-        found = bridge(self._tokenizer, state.history, state.answer_message, new, tools, state.rendered)
+        found = bridge(
+            self._tokenizer, state.history, state.answer_message, new, tools, state.rendered, template_kwargs
+        )
         ended = len(state.answer) > 0 and int(state.answer[-1]) in self.stop_ids
         if found and found.ids and ended and found.ids[0] in self.stop_ids:
             return Bridge(found.ids[1:], found.rendered)  # the policy already sampled its end-of-turn token
@@ -186,16 +209,27 @@ class RendererChatFormat(ChatFormat):
         super().__init__(tokenizer, dict.fromkeys([*stop_ids, *renderer.get_stop_token_ids()]))
         self._renderer = renderer
 
-    def open(self, messages: Sequence[Message], tools: Sequence[Schema] = ()) -> list[int]:
+    def open(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        if template_kwargs:
+            raise RequestFailed('chat_template_kwargs: only model.renderer = "template" uses a chat template')
+        specs = _tool_specs(tools) or None
         try:
-            return list(
-                self._renderer.render_ids(list(messages), tools=_tool_specs(tools) or None, add_generation_prompt=True)
-            )
+            return list(self._renderer.render_ids(list(messages), tools=specs, add_generation_prompt=generation_prompt))
         except Exception as error:  # boundary: each family raises its own exceptions
             raise RequestFailed(f"cannot render this conversation: {one_line(error)}") from error
 
     def extend(
-        self, state: AnsweredConversation, new: Sequence[Message], tools: Sequence[Schema] = ()
+        self,
+        state: AnsweredConversation,
+        new: Sequence[Message],
+        tools: Sequence[Schema] = (),
+        template_kwargs: TemplateKwargs = NO_KWARGS,
     ) -> Bridge | None:
         prompt, answer = state.prompt.tolist(), state.answer.tolist()
         try:

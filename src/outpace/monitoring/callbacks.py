@@ -39,6 +39,7 @@ Event = Literal[
     "on_batch_start",
     "on_batch_end",
     "on_policy_updated",
+    "on_evaluation_start",
     "on_evaluation",
     "on_checkpoint",
 ]
@@ -109,6 +110,8 @@ class Callback:
 
     def on_policy_updated(self, version: Version) -> Any:
         """Every serving engine has loaded `version` or a newer one. Skipped versions are not reported."""
+
+    def on_evaluation_start(self, version: Version) -> Any: ...
 
     def on_evaluation(self, version: Version, metrics: Mapping[str, float]) -> Any:
         """An evaluation is done. `metrics` is its record in evals.jsonl."""
@@ -185,7 +188,11 @@ class CallbackRunner:
         if self._thread is None or not self.blocking:
             return
         loop, done = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+        except RuntimeError:  # the loop is closed: a callback has failed, and `on_failure` ends the run
+            self.check()
+            raise
         await done.wait()
 
     def check(self) -> None:

@@ -99,6 +99,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ("episode/turns", "mean", "answers", "answers per attempt, with tools or an environment"),
         ("episode/tool_calls, episode/tool_errors, episode/tool_timeouts", "mean", "calls", "per attempt"),
         ("episode/breaks", "mean", "", "conversations per attempt that could not be continued exactly"),
+        ("episode/empty", "sum", "attempts", "whose rollout returned no answer to train on; they count as failed"),
+        ("episode/retries", "sum", "", "how often a rollout ran again because it had raised (`rollout.retries`)"),
         (
             "episode/<name>",
             "mean",

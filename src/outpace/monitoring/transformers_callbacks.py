@@ -46,8 +46,12 @@ LOG_NAMES: Mapping[str, str] = {
 }
 """Names of metrics here, and in the logs of TRL."""
 
-NEWEST = ("grad_norm", "learning_rate")
-"""Of these, a log has the newest value; of others, the mean over the steps since the last log."""
+OPTIMIZER = ("loss", "grad_norm", "learning_rate")
+"""Logged for steps only. Of the last two a log has the newest value; of others, the mean over the steps since the last
+log."""
+
+OF_EVERY_STEP = (*OPTIMIZER, "entropy", "kl", "clip_ratio/region_mean", "step_time")
+"""Logged for every step of a batch; other metrics for its first step, which sampled the batch."""
 
 UNKNOWN = 1 << 40
 """Forward passes of an epoch if the number of prompts is unknown."""
@@ -201,7 +205,8 @@ class TransformersCallbacks(Callback):
         samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps
         speed = {"train_samples_per_second": samples / seconds, "train_steps_per_second": steps / seconds}
         loss = fmean(self._losses) if self._losses else 0.0
-        self.log({"train_runtime": seconds, **speed, "total_flos": 0.0, "train_loss": loss})
+        left = {name: value for name, value in self._take_means().items() if name not in OPTIMIZER}
+        self.log({"train_runtime": seconds, **speed, "total_flos": 0.0, "train_loss": loss, **left})
         self._call("on_train_end")
 
     def _begin(self, version: int) -> None:
@@ -252,7 +257,7 @@ class TransformersCallbacks(Callback):
             self._call("on_optimizer_step")
             self.state.global_step += 1
             self.state.epoch = epoch + (done + substeps) / self.schedule.epoch_substeps
-            self._since_log.append(logs)
+            self._since_log.append(logs if update == 0 else {n: v for n, v in logs.items() if n in OF_EVERY_STEP})
             self._losses.append(logs.get("loss", 0.0))
             self._call("on_step_end")
             evaluate, save = evaluate or self.control.should_evaluate, save or self.control.should_save
@@ -270,14 +275,17 @@ class TransformersCallbacks(Callback):
             yield from self._save()
 
     def _log_steps(self) -> None:
-        if not self.control.should_log or not self._since_log:
-            return
+        if self.control.should_log and self._since_log:
+            self.log(self._take_means())
+
+    def _take_means(self) -> dict[str, float]:
+        """Return what the steps since the last log have to report."""
         steps, self._since_log = self._since_log, []
         values: dict[str, list[float]] = {}
         for name, value in (item for step in steps for item in step.items()):
             values.setdefault(name, []).append(value)
-        means = {name: each[-1] if name in NEWEST else fmean(each) for name, each in values.items()}
-        self.log(means | {"num_tokens": float(self.state.num_input_tokens_seen)})
+        means = {name: each[-1] if name in OPTIMIZER[1:] else fmean(each) for name, each in values.items()}
+        return means | ({"num_tokens": float(self.state.num_input_tokens_seen)} if "reward" in means else {})
 
     def log(self, logs: dict[str, float]) -> None:
         """Add a line to the history, and call `on_log`."""

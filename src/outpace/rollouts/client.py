@@ -1,7 +1,7 @@
 """Policy client: samples from the policy for one episode and keeps the exact tokens of every request.
 
     sample    one growing conversation
-    chat      a full message history, continued from earlier answers where possible
+    chat      a full message history, continued from earlier answers where possible; `chat_samples` samples it n times
     complete  plain text or token ids
     endpoint  the same over HTTP, for clients of the OpenAI or Anthropic protocol
 
@@ -19,26 +19,30 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from outpace.config import Config
 from outpace.errors import ComponentFailed, RequestFailed, one_line
-from outpace.models.chat import Schema, as_messages
+from outpace.models.chat import NO_KWARGS, Schema, TemplateKwargs, as_messages
 from outpace.models.chat_format import ChatFormat
+from outpace.models.frozen import freeze
 from outpace.monitoring.metric_table import current_log
 from outpace.protocols import Engine
+from outpace.rollouts.answered_chats import AnsweredChat
 from outpace.rollouts.conversation import (
     Conversation,
     ConversationIndex,
     ConversationPosition,
-    Digest,
     RequestListener,
     TurnSampler,
-    content_text,
     yield_to_loop,
 )
-from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
+from outpace.rollouts.history_digests import Digest, content_text
+from outpace.rollouts.requests import EpisodeRequests, RecordedTurns, ReservedRequest
+from outpace.rollouts.transcript import EpisodePart
+from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 if TYPE_CHECKING:
@@ -79,15 +83,18 @@ class PolicyClient:
         self.stop_strings = config.rollout.stop
         self.min_version: Version = order.min_version
         self.environment: object | None = None
+        self.attempt = episode
+        self.answered: list[AnsweredChat] | None = None  # if set, `chat` adds every answer to a request made since then
         self._gateway = gateway
         self._log = current_log()
-        self._sampler = TurnSampler(
-            chat_format,
-            config.model.system_prompt,
-            config.model.text_prompts == "verbatim",
-            EpisodeRequests(engine, config, order, episode, turns, any_distribution),
-            ConversationIndex(chat_format, {} if openings is None else openings),
-        )
+        self._openings = {} if openings is None else openings
+        self._system = config.model.system_prompt
+        self._verbatim = config.model.text_prompts == "verbatim"
+        self._begin(EpisodeRequests(engine, config, order, episode, turns, any_distribution))
+
+    def _begin(self, requests: EpisodeRequests) -> None:
+        conversations = ConversationIndex(self.chat_format, self._openings)
+        self._sampler = TurnSampler(self.chat_format, self._system, self._verbatim, requests, conversations)
         self._main = Conversation(self._sampler, POLICY)
 
     # --------------------------------------------------------------------------------------------------- sampling
@@ -110,41 +117,76 @@ class PolicyClient:
         *,
         tools: Sequence[Schema] = (),
         role: str = POLICY,
-        listener: RequestListener | None = None,
+        must_call: Sequence[str] = (),
+        chat_template_kwargs: TemplateKwargs | None = None,
         **overrides: Any,
     ) -> Answer:
+        options = {"role": role, "must_call": must_call, "chat_template_kwargs": chat_template_kwargs, **overrides}
+        return (await self.chat_samples(1, messages, tools=tools, **options))[0]
+
+    async def chat_samples(
+        self,
+        n: int,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Schema] = (),
+        role: str = POLICY,
+        must_call: Sequence[str] = (),
+        chat_template_kwargs: TemplateKwargs | None = None,
+        listener: RequestListener | None = None,
+        **overrides: Any,
+    ) -> list[Answer]:
+        """Sample `n` answers to the same prompt. Each is a request of its own, with its own seed."""
         if not messages:
             raise RequestFailed("chat: messages is empty; pass at least one message")
-        request = self._sampler.reserve(overrides)
-        position = await self._locate(role, tools, as_messages(list(messages), self._sampler.system))
-        turn, answer = await self._sampler.sample_turn(
-            request, position.parent, position.observed, role, tools, listener, position.source
-        )
-        self._sampler.conversations.remember(position, turn, answer)
-        return answer
+        sampler, answered = self._sampler, self.answered  # not those after a restart
+        requests = [sampler.reserve(overrides) for _ in range(n)]
+        kept = () if answered is None else freeze(list(messages))
+        history = as_messages(list(messages), sampler.system)
+        template_kwargs = chat_template_kwargs or NO_KWARGS
+        position = await _locate(sampler, role, tools, history, template_kwargs)
+        forced = sampler.conversations.call_opening(must_call, tools, template_kwargs)
 
-    async def complete(
+        async def sample(request: ReservedRequest) -> Answer:
+            turn, answer = await sampler.sample_turn(
+                request, position.parent, position.observed, role, tools, listener, position.source, forced
+            )
+            sampler.conversations.remember(position, turn, answer)
+            if answered is not None:
+                answered.append(AnsweredChat(kept, answer))
+            return answer
+
+        return await gather_or_cancel(*map(sample, requests))
+
+    async def complete(self, prompt: str | Sequence[int], *, role: str = POLICY, **overrides: Any) -> Answer:
+        return (await self.complete_samples(1, prompt, role=role, **overrides))[0]
+
+    async def complete_samples(
         self,
+        n: int,
         prompt: str | Sequence[int],
         *,
         role: str = POLICY,
         listener: RequestListener | None = None,
         **overrides: Any,
-    ) -> Answer:
-        request = self._sampler.reserve(overrides)
+    ) -> list[Answer]:
+        """Sample `n` completions of the same prompt. Each is a request of its own, with its own seed."""
+        sampler = self._sampler
+        requests = [sampler.reserve(overrides) for _ in range(n)]
         await yield_to_loop()
         if isinstance(prompt, str):
             encode = self.chat_format.encode
             prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= THREAD_RENDER_CHARS else encode(prompt)
         ids = [int(token) for token in prompt]
-        parent, length = self._sampler.transcript.longest_prefix(ids, role)
-        return (await self._sampler.sample_turn(request, parent, ids[length:], role, (), listener))[1]
+        parent, length = sampler.transcript.longest_prefix(ids, role)
+        sampled = (sampler.sample_turn(request, parent, ids[length:], role, (), listener) for request in requests)
+        return [answer for _, answer in await gather_or_cancel(*sampled)]
 
-    async def endpoint(self, role: str = POLICY) -> Endpoint:
+    async def endpoint(self, role: str = POLICY, *, key_in_url: bool = False) -> Endpoint:
         self._sampler.requests.check_not_ended()
         if self._gateway is None:
             raise RequestFailed("endpoint: this client has no gateway")
-        return await self._gateway.open(self, role)
+        return await self._gateway.open(self, role, key_in_url)
 
     @property
     def stop(self) -> StopReason:
@@ -172,8 +214,9 @@ class PolicyClient:
         """Return the conversation of `sample` so far."""
         return self._main.trajectory()
 
-    def trajectories(self) -> list[Trajectory]:
-        return self._sampler.transcript.trajectories()
+    def trajectories(self, parts: Sequence[EpisodePart] | None = None) -> list[Trajectory]:
+        transcript = self._sampler.transcript
+        return transcript.trajectories() if parts is None else transcript.split(parts)
 
     # --------------------------------------------------------------------------------------------------- accounting
 
@@ -222,18 +265,32 @@ class PolicyClient:
         await self._sampler.requests.abandon()
         return fatal
 
-    async def _locate(self, role: str, tools: Sequence[Schema], history: list[Message]) -> ConversationPosition:
-        await yield_to_loop()
-        locate = self._sampler.conversations.locate
-        if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
-            return locate(role, tools, history)
-        return await asyncio.to_thread(locate, role, tools, history)
+    async def restart(self) -> ComponentFailed | None:
+        """Begin the episode again: what was sampled so far is counted as abandoned and not trained on. Endpoints are
+        closed. Returns the same as `abandon`."""
+        fatal = None if self._gateway is None else await self._gateway.close_session(self)
+        requests = self._sampler.requests
+        await requests.abort_all()
+        requests.abandoned += self.sampled
+        self.answered = None
+        self._begin(requests)
+        return fatal
 
     def _answered_id(self, request: str | Answer) -> str:
         request_id = request.request_id if isinstance(request, Answer) else request
         if not any(turn.request_id == request_id for turn in self._sampler.transcript.turns):
             raise ValueError(f"request {request_id!r} has no answer in this episode")
         return request_id
+
+
+async def _locate(
+    sampler: TurnSampler, role: str, tools: Sequence[Schema], history: list[Message], template_kwargs: TemplateKwargs
+) -> ConversationPosition:
+    await yield_to_loop()
+    locate = partial(sampler.conversations.locate, role, tools, history, template_kwargs)
+    if sum(len(content_text(message.get("content"))) for message in history) < THREAD_RENDER_CHARS:
+        return locate()
+    return await asyncio.to_thread(locate)
 
 
 def _finite_reward(value: float) -> float:

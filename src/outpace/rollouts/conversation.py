@@ -8,100 +8,42 @@ same for agents that send the full history with every request:
 If the agent replaced an answer, or the chat format cannot continue exactly, the whole history is rendered again as the
 start of another trajectory. Both cases count as breaks.
 
-Prefixes are compared by a chain of digests, one per message. Two messages are equal if they have the same meaning:
-tool-call ids, empty fields, white space around an answer, key order in arguments and omitted reasoning do not matter.
-The token ids are always those of the original.
+Prefixes are compared by digests (`outpace.rollouts.history_digests`). The token ids are always those of the original.
+
+An answer that must call a function starts with tokens that the model does not sample (`outpace.models.call_opening`).
+They are the end of its prompt, so they are not trained, and the answer is parsed together with them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from outpace.errors import RequestFailed
-from outpace.models.chat import Bridge, Schema, as_messages
+from outpace.models.call_opening import call_opening
+from outpace.models.chat import NO_KWARGS, Bridge, Schema, TemplateKwargs, as_messages
 from outpace.models.chat_format import AnsweredConversation, ChatFormat, placeholder_for
+from outpace.rollouts.history_digests import (
+    Digest,
+    answer_marks,
+    call_digest,
+    exact_digest,
+    extend_digest,
+    prefix_digests,
+)
 from outpace.rollouts.requests import EpisodeRequests, ReservedRequest
 from outpace.rollouts.transcript import OBSERVATION, TrajectoryBuilder, Transcript, Turn
 from outpace.runtime.async_tools import LoopFairness, PerLoop
 from outpace.types import Answer, Generation, Ints, Message, StopReason, Trajectory
 
-Digest = bytes
-
-
-def prefix_digests(role: str, tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> list[Digest]:
-    """Return, for each message, the digest of the conversation up to and including it."""
-    return list(_chain(_digest(b"", [role, list(tools)]), messages))
-
-
-def extend_digest(digest: Digest, message: Message) -> Digest:
-    """Return the digest of a conversation extended by `message`."""
-    return _digest(digest, comparable_message(message))
-
-
-def comparable_message(message: Message) -> list[Any]:
-    """Return the content of a message in a form that can be compared."""
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    content = content_text(message.get("content"))
-    role = message.get("role")
-    return [role, content.strip() if role == "assistant" else content, calls, message.get("name")]
-
-
-def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
-    """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
-    return tuple(
-        _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
-        for message in messages
-        if message.get("role") == "assistant"
-    )
-
-
-def exact_digest(tools: Sequence[dict[str, Any]], messages: Sequence[Message]) -> Digest:
-    """Return a digest that is equal only for identical conversations, which are rendered identically."""
-    return _digest(b"exact", [list(tools), list(messages)])
-
-
-def content_text(content: Any) -> str:
-    """Return the content of a message as text, with its parts concatenated."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list | tuple):
-        return "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
-    return str(content)
-
-
-def _chain(digest: Digest, messages: Sequence[Message]) -> Iterator[Digest]:
-    for message in messages:
-        digest = extend_digest(digest, message)
-        yield digest
-
-
-def _call(call: dict[str, Any]) -> list[Any]:
-    function = call.get("function") or call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return [function.get("name"), arguments]
-    return [function.get("name"), arguments or {}]
-
-
-def _digest(before: Digest, value: Any) -> Digest:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, key=before).digest()
-
-
 PROMPT = "prompt"
 """Source of the first tokens of a trajectory."""
+FORCED = "forced call"
+"""Source of the opening of a tool call that the request demands."""
 
 
 def role_names(messages: Sequence[Message]) -> str:
@@ -146,22 +88,43 @@ class ConversationIndex:
         self._requested: set[Digest] = set()
         self.breaks = 0
 
-    def locate(self, role: str, tools: Sequence[Schema], history: Sequence[Message]) -> ConversationPosition:
+    def locate(
+        self,
+        role: str,
+        tools: Sequence[Schema],
+        history: Sequence[Message],
+        template_kwargs: TemplateKwargs = NO_KWARGS,
+    ) -> ConversationPosition:
         """Return the position of a request with this history. Counts a break if it cannot be continued exactly."""
-        chain, marks = prefix_digests(role, tools, history), answer_marks(history)
+        chain, marks = prefix_digests(role, tools, history, template_kwargs), answer_marks(history)
         known, length = self._longest_known(history, chain, marks)
-        position = None if known is None else self._continuation(known, length, history, tools, chain, marks)
+        position = None
+        if known is not None:
+            position = self._continuation(known, length, history, tools, template_kwargs, chain, marks)
         if position is None:
             self.breaks += known is not None or self._replaces_answer(history, chain)
-            context = tuple(map(placeholder_for, history))
-            position = ConversationPosition(None, self.opening(history, tools), context, chain[-1], marks)
+            opening, context = self.opening(history, tools, template_kwargs), tuple(map(placeholder_for, history))
+            position = ConversationPosition(None, opening, context, chain[-1], marks)
         self._requested.add(chain[-1])
         return position
 
-    def opening(self, history: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
-        digest = exact_digest(tools, history)
+    def opening(
+        self, history: Sequence[Message], tools: Sequence[Schema], template_kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
+        digest = exact_digest(tools, history, template_kwargs)
         if digest not in self._openings:
-            self._openings[digest] = self._chat_format.open(history, tools)
+            self._openings[digest] = self._chat_format.open(history, tools, template_kwargs)
+        return self._openings[digest]
+
+    def call_opening(
+        self, names: Sequence[str], tools: Sequence[Schema], template_kwargs: TemplateKwargs = NO_KWARGS
+    ) -> list[int]:
+        """Return the first tokens of an answer that must call one of the functions `names`; none without names."""
+        if not names:
+            return []
+        digest = call_digest(names, tools, template_kwargs)
+        if digest not in self._openings:
+            self._openings[digest] = call_opening(self._chat_format, names, tools, template_kwargs)
         return self._openings[digest]
 
     def reopening(self, history: Sequence[Message], tools: Sequence[Schema]) -> list[int]:
@@ -181,12 +144,13 @@ class ConversationIndex:
         length: int,
         history: Sequence[Message],
         tools: Sequence[Schema],
+        template_kwargs: TemplateKwargs,
         chain: Sequence[Digest],
         marks: tuple[Digest, ...],
     ) -> ConversationPosition | None:
         answered, new = history[length - 1], history[length:]
         found = render_continuation(
-            self._chat_format, known.turn, (), known.context, answered, new, tools, known.rendered
+            self._chat_format, known.turn, (), known.context, answered, new, tools, known.rendered, template_kwargs
         )
         if found is None:
             return None
@@ -225,6 +189,7 @@ def render_continuation(
     new: Sequence[Message],
     tools: Sequence[Schema],
     rendered: str = "",
+    template_kwargs: TemplateKwargs = NO_KWARGS,
 ) -> Bridge | None:
     """Render `new` messages after a turn's answer and the tokens observed `after` it.
 
@@ -234,7 +199,8 @@ def render_continuation(
         return None  # rendered assistant messages would look like sampled answers
     assert turn.generation is not None, "only an answered turn can be continued"
     answer = np.concatenate([turn.generation.tokens, np.array(after, dtype=np.int32)])
-    return chat_format.extend(AnsweredConversation(context, turn.prompt(), answer, answered, rendered), new, tools)
+    state = AnsweredConversation(context, turn.prompt(), answer, answered, rendered)
+    return chat_format.extend(state, new, tools, template_kwargs)
 
 
 RequestListener = Callable[[str, Ints], None]
@@ -272,18 +238,20 @@ class TurnSampler:
         tools: Sequence[Schema] = (),
         listener: RequestListener | None = None,
         source: str = OBSERVATION,
+        forced: Sequence[int] = (),
     ) -> tuple[Turn, Answer]:
         """Send one request and record its turn.
 
-        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. `source` names
-        the origin of the observed tokens."""
-        turn, prompt = self.transcript.begin(request.id, role, parent, observed, source)
+        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. At its end are
+        the `forced` first tokens of the answer, which are not sampled. `source` names the origin of the others."""
+        source = f"{source}, {FORCED}" if forced else source
+        turn, prompt = self.transcript.begin(request.id, role, parent, [*observed, *forced], source)
         if listener is not None:
             listener(request.id, prompt)
         turn.generation = await self.requests.send(request, prompt)
         self.transcript.turns.append(turn)  # before the next await: the tokens count even if this is cancelled
         await yield_to_loop()
-        self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings)
+        self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings, forced)
         return turn, self.newest
 
     def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
@@ -295,9 +263,16 @@ class TurnSampler:
         return built.build(role)
 
     def _answer(
-        self, turn: Turn, generation: Generation, prompt: Ints, tools: Sequence[Schema], stops: Sequence[str]
+        self,
+        turn: Turn,
+        generation: Generation,
+        prompt: Ints,
+        tools: Sequence[Schema],
+        stops: Sequence[str],
+        forced: Sequence[int],
     ) -> Answer:
-        parsed = self.chat_format.parse(generation.tokens.tolist(), prompt, tools)
+        answer = [*forced, *generation.tokens.tolist()]
+        parsed = self.chat_format.parse(answer, prompt[: len(prompt) - len(forced)], tools)
         calls = [
             msgspec.structs.replace(call, id=call.id or f"call_{turn.request_id}_{index}")
             for index, call in enumerate(parsed.calls)

@@ -18,7 +18,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ import numpy as np
 
 from outpace.algorithms.token_advantages import trajectory_problem, turn_numbers
 from outpace.errors import BadInput, ComponentFailed, ContextFull, one_line
-from outpace.monitoring.metric_table import check_name, full_name, plain_value
+from outpace.monitoring.metric_table import check_name, current_log, full_name, plain_value
 from outpace.protocols import ModelClient, Rollout
 from outpace.runtime import async_tools
 from outpace.runtime.wire import encodable_text
@@ -35,17 +35,27 @@ from outpace.types import Episode, Message, Task, Trajectory, Version
 
 if TYPE_CHECKING:
     from outpace.rollouts.client import PolicyClient
+    from outpace.rollouts.transcript import EpisodePart
 
 
 log = logging.getLogger(__name__)
 
+RETRIES = "episode/retries"
+"""Metric: number of further attempts after a rollout raised."""
+EMPTY = "episode/empty"
+"""Metric: number of attempts without an answer to train on."""
 
-async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float) -> Episode:
-    """Run the rollout once. Raises only `ComponentFailed`, `BadInput` and cancellation."""
+
+async def run_episode(
+    rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float, retries: int = 0
+) -> Episode:
+    """Run the rollout, and up to `retries` times more if it raises.
+
+    Raises only `ComponentFailed`, `BadInput` and cancellation."""
     fatal: ComponentFailed | BadInput | None
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            returned = await rollout(task, client)
+            returned = await _attempt(rollout, task, client, retries)
     except asyncio.CancelledError:
         await client.abandon()
         raise
@@ -68,17 +78,59 @@ async def run_episode(rollout: Rollout, task: Task, client: PolicyClient, timeou
     return _as_episode(returned, task, client)
 
 
+async def _attempt(rollout: Rollout, task: Task, client: PolicyClient, retries: int) -> object:
+    for _ in range(retries):
+        try:
+            return await rollout(task, client)
+        except ContextFull:
+            raise
+        except Exception as error:  # user code may raise anything
+            if _fatal_error(error):
+                raise
+            log.warning("rollout of task %s failed, trying again", task.id, exc_info=True)
+        if fatal := await client.restart():
+            raise fatal
+        if (reported := current_log()) is not None:
+            reported.add(RETRIES, 1.0)
+    return await rollout(task, client)
+
+
 def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str = "error") -> Episode:
     """Return a failed episode. It is not trained on; its sampled trajectories are kept for recording."""
     return Episode(client.trajectories(), error=reason, stop=stop, requests=list(client.requests), traceback=trace)
 
 
+def episode_of_parts(
+    client: PolicyClient, parts: Sequence[EpisodePart], stop: str, metrics: Mapping[str, float]
+) -> Episode:
+    """Return the episode that consists of these parts of what the client sampled, each with its own role and reward. It
+    is a failed one if there is no part, or if a part names a request that was not answered."""
+    requests = [request for part in parts for request in part.requests]
+    if not requests:
+        if (reported := current_log()) is not None:
+            reported.add(EMPTY, 1.0)
+        return failed_episode(client, "the rollout returned no answer to train on", stop="empty")
+    try:
+        return Episode(client.trajectories(parts), stop=stop, metrics=dict(metrics), requests=requests)
+    except ValueError as error:
+        return failed_episode(client, str(error))
+
+
 def total_return(episode: Episode) -> float:
     """Return the total reward of an episode for display: its own reward, the turn rewards, and the mean of the
     trajectory rewards."""
-    own = [trajectory.reward for trajectory in episode.trajectories if trajectory.reward is not None]
+    own = [reward for _, reward in own_rewards(episode)]
     turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
     return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
+
+
+def own_rewards(episode: Episode) -> list[tuple[str, float]]:
+    """Return role and reward of every attempt within the episode that has its own reward."""
+    attempts: dict[tuple[str, int], float] = {}
+    for index, kept in enumerate(episode.trajectories):
+        if kept.reward is not None:
+            attempts[kept.role, index if kept.attempt is None else -1 - kept.attempt] = kept.reward
+    return [(role, reward) for (role, _), reward in attempts.items()]
 
 
 def has_reward(episode: Episode) -> bool:

@@ -27,7 +27,7 @@ from outpace.models.chat import as_text
 from outpace.monitoring.metric_table import MetricLog, full_name
 from outpace.monitoring.metrics import Meter
 from outpace.rollouts.client import PolicyClient
-from outpace.rollouts.episode import total_return
+from outpace.rollouts.episode import own_rewards, total_return
 from outpace.types import (
     OBSERVED,
     Aggregate,
@@ -145,6 +145,7 @@ def row_of(trajectory: Trajectory, episode: int = 0) -> Row:
         reward=None if trajectory.reward is None else float(trajectory.reward),
         turn_rewards=trajectory.turn_rewards.astype(np.float32, copy=False),
         sources=[str(source) for source in trajectory.sources],
+        attempt=trajectory.attempt,
     )
 
 
@@ -239,9 +240,8 @@ def _parts(episode: Episode) -> dict[str, float]:
 def _role_rewards(episode: Episode) -> dict[str, float]:
     """Return the mean trajectory reward of each role."""
     rewards: dict[str, list[float]] = {}
-    for trajectory in episode.trajectories:
-        if trajectory.reward is not None:
-            rewards.setdefault(f"role_{trajectory.role}", []).append(trajectory.reward)
+    for role, reward in own_rewards(episode):
+        rewards.setdefault(f"role_{role}", []).append(reward)
     return {name: sum(values) / len(values) for name, values in rewards.items()}
 
 

@@ -130,7 +130,7 @@ class HumanClient:
         text = prompt if isinstance(prompt, str) else f"[{plural(len(prompt), 'token')}]"
         return await self.chat([{"role": "text", "content": text}], role=role, **overrides)
 
-    async def endpoint(self, role: str = "policy") -> Endpoint:
+    async def endpoint(self, role: str = "policy", *, key_in_url: bool = False) -> Endpoint:
         raise RequestFailed("endpoint: a human player has no URL; play a rollout that takes a client")
 
     async def abandon(self) -> None:
@@ -163,7 +163,7 @@ class HumanClient:
     def trajectory(self) -> Trajectory:
         return TrajectoryBuilder().build()
 
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self, parts: Sequence[Any] | None = None) -> list[Trajectory]:
         return []
 
     def _new_messages(self, role: str, history: list[Message]) -> list[Message]:

@@ -163,6 +163,10 @@ class EpisodeRequests:
     async def abandon(self) -> None:
         """Abort all in-flight requests of the episode and count their tokens. Later requests are refused."""
         self._ended = True
+        await self.abort_all()
+
+    async def abort_all(self) -> None:
+        """Abort all in-flight requests and count their tokens."""
         abandoned_requests, self._open = self._open, {}
         await self._abort(abandoned_requests)
         if self._aborting:

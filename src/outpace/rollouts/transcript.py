@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from zlib import crc32
 
+import msgspec
 import numpy as np
 
 from outpace.errors import ComponentFailed
@@ -76,6 +78,14 @@ class TrajectoryBuilder:
             turn_rewards=np.array(turn_rewards, dtype=np.float32),
             sources=[", ".join(sources) for sources in self._sources],
         )
+
+
+class EpisodePart(NamedTuple):
+    """The answers of one agent in an episode, by request id: what is compared and rewarded as one attempt."""
+
+    requests: Sequence[str]
+    role: str
+    reward: float | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -163,6 +173,28 @@ class Transcript:
         leaves = [turn for turn in self.turns if id(turn) not in parents]
         claimed: set[int] = set()
         return [self._trajectory(leaf, claimed) for leaf in leaves]
+
+    def split(self, parts: Sequence[EpisodePart]) -> list[Trajectory]:
+        """Return the trajectories of each part. Answers outside of a part are context in it, and an answer in several
+        parts is trained in the first. A part has several trajectories if no single sequence contains all its answers.
+
+        Raises `ValueError` for a request without an answer."""
+        answered = {turn.request_id: turn for turn in self.turns}
+        trained: set[int] = set()
+        found: list[Trajectory] = []
+        for number, part in enumerate(parts):
+            if missing := [request for request in part.requests if request not in answered]:
+                raise ValueError(f"request {missing[0]!r} has no answer in this episode")
+            chosen = {id(turn): turn for turn in (answered[request] for request in part.requests)}
+            continued = {id(turn) for leaf in chosen.values() for turn in leaf.lineage()[:-1]}
+            context = {id(turn) for turn in self.turns} - chosen.keys() | trained
+            leaves = [turn for turn in chosen.values() if id(turn) not in continued]
+            given = [msgspec.structs.replace(self._trajectory(leaf, context), role=part.role) for leaf in leaves]
+            if part.reward is not None:
+                given = [msgspec.structs.replace(each, reward=part.reward, attempt=number) for each in given]
+            found += given
+            trained |= chosen.keys()
+        return found
 
     def branch(self, leaf: Turn, after: Sequence[int]) -> Trajectory:
         """Return the sequence up to this turn and the tokens observed `after` it, ignoring other branches."""

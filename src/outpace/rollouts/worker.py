@@ -306,8 +306,8 @@ class RolloutWorker:
         ]
 
     async def _episodes(self, rollout: Rollout, task: Task, clients: list[PolicyClient]) -> list[Episode]:
-        limit = self._config.rollout.timeout_s
-        return await gather_or_cancel(*(_timed(run_episode(rollout, task, client, limit)) for client in clients))
+        limits = self._config.rollout.timeout_s, self._config.rollout.retries
+        return await gather_or_cancel(*(_timed(run_episode(rollout, task, client, *limits)) for client in clients))
 
     async def _rewarded(self, task: Task, episodes: list[Episode], clients: list[PolicyClient]) -> list[Episode]:
         """Grade the episodes and shape their rewards."""

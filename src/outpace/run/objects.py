@@ -31,7 +31,7 @@ from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.monitoring.metric_table import DECLARED, Metric
 from outpace.protocols import TaskSource
 from outpace.registry import ENVIRONMENTS, REWARDS, TASKS, TRACKERS, TRANSPORTS, Registry
-from outpace.runtime.references import FILE_MODULE, absolute_reference, load_function
+from outpace.runtime.references import FILE_MODULE, absolute_reference, is_reference, load_function
 from outpace.types import Task
 
 OBJECTS_FILE = "objects.json"
@@ -127,10 +127,10 @@ def _is_beside_script(module: str, file: str) -> bool:
 
 def _loaded(name: str, found: Any) -> Any:
     if isinstance(found, dict):
-        return {kind: load_function(reference, name) for kind, reference in found.items()}
+        return {kind: _loaded(name, reference) for kind, reference in found.items()}
     if isinstance(found, list):
-        return tuple(load_function(reference, name) if ":" in reference else reference for reference in found)
-    return load_function(found, name)
+        return tuple(_loaded(name, reference) for reference in found)
+    return load_function(found, name) if is_reference(found) else found  # a name
 
 
 def _name_of(value: Any) -> str:

@@ -33,6 +33,7 @@ from outpace.models.lora import check_peft
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.protocols import Reward, Rollout, TaskSource, TaskStream
+from outpace.registry import TRANSPORTS
 from outpace.rewards.registry import NamedReward, check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
@@ -332,6 +333,8 @@ def _check_engines(config: Config) -> None:
     """Check everything about engines and weight transport that takes about a second at most."""
     if config.weights.transport == "ipc" and not uses_gpu(config):
         raise BadInput('weights.transport: "ipc" shares GPU memory, but this run uses no GPU; use "memory"')
+    if config.weights.transport not in ("auto", *TRANSPORTS.built_in):
+        TRANSPORTS.find(config.weights.transport)
     placement_of(config)  # raises if the GPUs are too few or too small
     if config.weights.dir is not None:
         _check_writable(Path(config.weights.dir))

@@ -126,6 +126,8 @@ class RunSession:
             stopped = isinstance(error, Interrupted) and not self._interrupted
             code, reason = (0, STOPPED) if stopped else (_exit_code(error), _reason(error))
             self.summary = recorder.build_summary(code, reason)
+            if isinstance(error, ComponentFailed) and (hint := await asyncio.to_thread(self._resume_hint)):
+                console.status(hint)
             console.close()
             aborted = isinstance(error, asyncio.CancelledError)
             await self._finish_run(recorder, self.summary, ABORT_CALLBACKS_S if aborted else CALLBACKS_S)
@@ -145,16 +147,18 @@ class RunSession:
         views = recorder.last_evaluation.views if recorder.last_evaluation else []
         console.finish(ended, self._log.dir, views)
         if code:
-            raise Interrupted(await asyncio.to_thread(self._resume_hint, ended.steps))
+            hint = await asyncio.to_thread(self._resume_hint, ended.steps)
+            raise Interrupted(f"stopped after step {ended.steps}; {hint}")
         return ended
 
-    def _resume_hint(self, steps: int) -> str:
+    def _resume_hint(self, steps: int | None = None) -> str:
+        """Return how to resume the run, "" if it has no checkpoint. `steps`: those that were trained, if known."""
         how = "train(resume=True)" if self._plan.objects else f"outpace train --resume {self._log.dir}"
         kept = max(commit.list_steps(self._log.dir / CHECKPOINTS), default=0)
         again = "" if kept == steps else f", from step {kept}"
         if again and self._config.run.deterministic:
             again += " (a deterministic run repeats the later steps exactly)"
-        return f"stopped after step {steps}; resume with: {how}{again}"
+        return f"resume with: {how}{again}" if kept or steps is not None else ""
 
     async def _finish_run(self, recorder: Recorder, ended: Summary, callbacks_s: float) -> None:
         """Write the summary, call `on_run_end` and wait up to `callbacks_s` for the callbacks."""

@@ -135,9 +135,9 @@ async def with_time_limit(timeout_s: float, work: Awaitable[T]) -> T:
 async def gather_or_cancel(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run coroutines concurrently and return all results. If one fails, cancel the others, wait until they have ended,
     and raise its exception."""
+    if len(work) < 2:
+        return [await one for one in work]
     tasks = [asyncio.ensure_future(one) for one in work]
-    if not tasks:
-        return []
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failures = [task.exception() for task in tasks if task.done() and not task.cancelled()]

@@ -70,6 +70,17 @@ async def test_a_tool_call_and_its_result_continue_the_same_trajectory(
     assert (len(client.trajectories()), client.breaks) == (1, 0)
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "add"}])
+async def test_a_forced_tool_call_is_completed_by_the_policy(
+    choice: dict[str, str], gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    engine = typing_engine(', "arguments": {"a": 1}}</tool_call><|end|>')
+    _, text = await send(http, await gateway.open(policy(engine)), tools=TOOLS, tool_choice=choice)
+    (call,) = json.loads(text)["content"]
+    assert (call["name"], call["input"]) == ("add", {"a": 1})
+    assert engine.prompts[0].endswith('<|assistant|><tool_call>{"name": "add"')
+
+
 async def test_a_stream_starts_and_stops_every_content_block(
     gateway: Any, policy: Any, typing_engine: Any, http: Any
 ) -> None:
@@ -104,6 +115,9 @@ async def test_a_tool_result_marked_as_an_error_starts_with_error(
     "change",
     [
         {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool"}, "tools": TOOLS},
+        {"tool_choice": {"type": "tool", "name": "multiply"}, "tools": TOOLS},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
         {"max_tokens": 0},
         {"messages": []},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},

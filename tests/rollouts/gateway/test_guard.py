@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from outpace.errors import BadInput
 from outpace.rollouts.gateway.http import MAX_BODY
-from outpace.rollouts.gateway.openai import MAX_DEPTH, MAX_SIZE
 from outpace.rollouts.gateway.server import Gateway
+from outpace.rollouts.gateway.validation import MAX_DEPTH, MAX_SIZE
 from outpace.types import Endpoint
 from support import examples
 

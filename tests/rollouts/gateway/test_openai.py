@@ -64,11 +64,9 @@ async def test_the_sampling_settings_of_the_run_are_pinned_and_reported_to_the_a
     agent = agent_of(await gateway.open(policy(engine)))
     for _ in range(2):
         answer = await agent.chat.completions.create(
-            model="m", messages=HI, temperature=0, top_p=0.1, presence_penalty=1, logit_bias={"5": 2}, seed=4
+            model="m", messages=HI, temperature=0, top_p=0.1, presence_penalty=1, seed=4
         )
-        assert answer.model_extra["outpace"]["pinned"] == [
-            "temperature", "top_p", "presence_penalty", "logit_bias", "seed",
-        ]  # fmt: skip
+        assert answer.model_extra["outpace"]["pinned"] == ["temperature", "top_p", "presence_penalty", "seed"]
     assert [(sent.temperature, sent.top_p) for sent in engine.samplings] == [(0.5, 1.0)] * 2
     assert sum("temperature" in message for message in caplog.messages) == 1
 
@@ -189,11 +187,13 @@ async def test_a_developer_message_is_a_system_message_and_text_parts_are_joined
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("n", 2, ("1",)),
-        ("tool_choice", "required", ("auto", "none")),
-        ("tool_choice", {"type": "function", "function": {"name": "add"}}, ("auto", "none")),
+        ("n", 0, ("0",)),
+        ("n", 129, ("128", "129")),
+        ("tool_choice", "required", ("tools",)),
+        ("tool_choice", {"type": "custom", "custom": {"name": "add"}}, ("custom",)),
         ("top_logprobs", 3, ("0",)),
-        ("response_format", {"type": "json_object"}, ("json_object", "text")),
+        ("response_format", {"type": "json_schema"}, ("json_schema", "constrained sampling", "importance weight")),
+        ("logit_bias", {"5": 2}, ("constrained sampling", "importance weight")),
         ("max_tokens", 0, ("0",)),
         ("max_tokens", "many", ("Expected `int | null`, got `str`",)),
         ("stop", [""], ("empty",)),
@@ -222,7 +222,7 @@ async def test_an_unsupported_field_value_is_refused_with_a_reason(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 3), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 5), ("prompt", ["a", "b"])],
+    [("n", 0), ("best_of", 2), ("echo", True), ("suffix", "x"), ("logprobs", 5), ("prompt", ["a", "b"])],
 )
 async def test_text_completions_refuse_unsupported_fields(
     field: str, value: Any, gateway: Any, policy: Any, typing_engine: Any, agent_of: Any

@@ -17,6 +17,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HI, "tools": [CHAT_TOOL]},
     "completions": {"prompt": "hi"},
     "messages": {"messages": HI, "max_tokens": 500, "tools": [MESSAGES_TOOL]},
+    "responses": {"input": "hi", "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}]},
 }
 STOP_FIELD = {"chat/completions": "stop", "completions": "stop", "messages": "stop_sequences"}
 
@@ -79,23 +80,40 @@ def whole_messages(body: Any) -> Any:
     return body["content"], body["stop_reason"], body["usage"], body.get("outpace")
 
 
+def folded_response(events: list[Any]) -> Any:
+    """The items as their own events give them, and the rest from the response in the last event."""
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    texts: dict[int, str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            texts[event["output_index"]] = texts.get(event["output_index"], "") + event["delta"]
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in done] == list(range(len(done)))
+    for event in done:
+        item, streamed = event["item"], texts.get(event["output_index"], "")
+        assert streamed == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+    assert events[-1]["type"] == f"response.{events[-1]['response']['status']}"
+    return [event["item"] for event in done], *whole_response(events[-1]["response"])[1:]
+
+
+def whole_response(body: Any) -> Any:
+    return body["output"], body["status"], body["usage"], body.get("outpace")
+
+
 READ = {
     "chat/completions": (whole_chat, folded_chat),
     "completions": (whole_completion, folded_completion),
     "messages": (whole_messages, folded_messages),
+    "responses": (whole_response, folded_response),
 }
 
 
 def pieces(events: list[Any]) -> int:
     """The number of events that contain text."""
-    texts = [
-        event["delta"].get("text")
-        if event.get("type") == "content_block_delta"
-        else event["choices"][0].get("text") or event["choices"][0].get("delta", {}).get("content")
-        for event in events
-        if "choices" in event or event.get("type") == "content_block_delta"
-    ]
-    return sum(bool(text) for text in texts)
+    kinds = ("content_block_delta", "response.output_text.delta")
+    chunks = [event["choices"][0] for event in events if "choices" in event]
+    texts = [chunk.get("text") or chunk.get("delta", {}).get("content") for chunk in chunks]
+    return sum(map(bool, texts)) + sum(event.get("type") in kinds for event in events)
 
 
 # --------------------------------------------------------------------------------- the same request, whole and streamed
@@ -150,7 +168,7 @@ async def test_streamed_and_whole_answers_are_equal(path: str, text: str, both: 
     assert streamed == whole
 
 
-@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("path", STOP_FIELD)
 @pytest.mark.parametrize("source", ["the run's", "the request's", "both"])
 @pytest.mark.parametrize(
     ("text", "stop"),

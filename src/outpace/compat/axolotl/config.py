@@ -42,7 +42,7 @@ def translate_async(args: Any, rows: int | None, refused: dict[str, str]) -> tup
     if args.use_data_producer:
         settings |= {"producer.async_prefetch": args.async_prefetch, "rewards.workers": args.reward_num_workers}
         settings |= {"producer.prefetch_depth": args.prefetch_depth} if args.async_prefetch else {}
-        settings["tasks.shuffle"] = True  # the producer decides
+        settings.pop("tasks.shuffle")  # the producer has the order
         settings |= _replay(args, schedule) | _rerolls(args, settings["run.steps"])
     return settings, schedule
 

@@ -79,7 +79,7 @@ def refuse(reasons: dict[str, str]) -> None:
 
 
 def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[tuple[str, str]]:
-    initial = type(args)(output_dir=args.output_dir)
+    initial = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), getattr(initial, field.name)
         if field.name in AS_IN_TRL | known | {"optim", "outpace"} or value in (field.default, default):

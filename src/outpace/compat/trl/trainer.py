@@ -76,7 +76,10 @@ class GRPOTrainer:
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
         produced = self._producer(rollout_func, tasks)
-        settings |= {} if produced else {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        if produced is None:
+            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        else:
+            settings.pop("tasks.shuffle", None)  # the producer has the order
         self._trainer = Trainer(
             model,
             None if produced else tasks,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.config import Config
+from outpace.config.engines import PLUGIN_TRANSPORTS
 from outpace.engines.server.checks import check_server, expected_token_ids, failures_explained
 from outpace.engines.server.commands import server_kind
 from outpace.engines.server.launch import (
@@ -176,10 +177,10 @@ def _make_engine(
 def transport_for(config: Config, setup: EngineSetup, server: Server, send: SendWeights | None) -> Transport:
     """The transport selected by the config. Files are written to a directory of this engine."""
     kind, name, adapters = server_kind(config), transport_of(config), config.lora.rank > 0
-    if name in TRANSPORTS.built_in and (adapters or kind == "sglang"):
-        if kind == "sglang" and name != "files":
-            raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
-        name = "files"  # vLLM too loads adapters from files
+    if kind == "sglang" and name in PLUGIN_TRANSPORTS:
+        raise BadInput(f'weights.transport: sglang loads weights from files, not by "{name}"; remove this setting')
+    if adapters and name in PLUGIN_TRANSPORTS:
+        name = "files"
     target = TransportTarget(
         kind=kind,
         http=server.http,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
+from outpace.config.engines import PLUGIN_TRANSPORTS
 from outpace.engines.server.commands import check_version, run_program, vllm_lora_rank
 from outpace.engines.server.protocol import Server, ServerFacts
 from outpace.errors import BadInput, ServerFailed, ServerFaulty, ServerGone, ServerRefused, ServerSilent, one_line
@@ -104,7 +105,7 @@ def _update_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
     """Yield why the server cannot load the run's weights."""
     sglang, transport, rank = facts.kind == "sglang", transport_of(config), config.lora.rank
     if not sglang and not rank and not facts.plugin:
-        if transport in ("memory", "ipc", "collective"):
+        if transport in PLUGIN_TRANSPORTS:
             yield (
                 f'weights.transport "{transport}" needs outpace\'s plugin; start the server with `outpace serve` '
                 'or set weights.transport = "files"'

@@ -12,14 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from outpace.rollouts.gateway.openai import validate_request
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, extra_fields, pinned_fields
+from outpace.rollouts.gateway.validation import Json, constrained, forced_functions, validate_request
 from outpace.types import Message
-
-Json = dict[str, Any]
 
 ERROR = "error: "
 """Prefix of failed tool results, as for outpace's own tools."""
+
+FORCED = ("any", "tool")
+"""Values of `tool_choice.type` that force a tool call."""
 
 _STOP_REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -47,7 +48,12 @@ class _Tool(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    type: str
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+
+
+class _Output(msgspec.Struct):
+    format: dict[str, Any] | None = None
 
 
 class _Messages(msgspec.Struct, kw_only=True):
@@ -58,6 +64,8 @@ class _Messages(msgspec.Struct, kw_only=True):
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    output_config: _Output | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
@@ -65,21 +73,29 @@ class _Messages(msgspec.Struct, kw_only=True):
 
 def read_messages(body: Json) -> PolicyRequest:
     request = validate_request(body, _Messages)
-    choice = request.tool_choice.type if request.tool_choice else "auto"
-    if choice not in ("auto", "none"):
-        raise RequestRejected("tool_choice: only auto and none are supported", param="tool_choice")
+    if request.output_config is not None and request.output_config.format:
+        raise constrained("output_config.format")
+    choice = request.tool_choice or _Choice("auto")
+    if choice.type == "tool" and choice.name is None:
+        raise RequestRejected("tool_choice.name: required with type tool", param="tool_choice")
     if request.max_tokens < 1 or not request.messages or "" in (request.stop_sequences or ()):
         raise RequestRejected("messages and stop_sequences must not be empty, and max_tokens must be at least 1")
     system = [{"role": "system", "content": _text(request.system)}] if request.system else []
     return PolicyRequest(
         messages=[*system, *(message for turn in request.messages for message in _messages(turn))],
-        tools=[_tool(tool) for tool in request.tools or ()] if choice == "auto" else (),
-        calls=choice == "auto",
+        tools=[_tool(tool) for tool in request.tools or ()] if choice.type != "none" else (),
+        calls=choice.type != "none",
+        must_call=_must_call(choice, [tool.name for tool in request.tools or ()]),
+        template_kwargs=request.chat_template_kwargs or {},
         max_tokens=request.max_tokens,
         stop=request.stop_sequences or (),
         stream=bool(request.stream),
         pinned=pinned_fields(body),
     )
+
+
+def _must_call(choice: _Choice, tools: Sequence[str]) -> Sequence[str]:
+    return forced_functions(choice.name if choice.type == "tool" else None, tools) if choice.type in FORCED else ()
 
 
 def _messages(turn: _Turn) -> Iterator[Message]:
@@ -134,7 +150,8 @@ def _tool(tool: _Tool) -> Json:
 # ----------------------------------------------------------------------------------------------------------- responses
 
 
-def messages_response(reply: GatewayReply, model: str) -> Json:
+def messages_response(replies: Sequence[GatewayReply], model: str, request: PolicyRequest) -> Json:
+    (reply,) = replies
     thinking = [{"type": "thinking", "thinking": reply.reasoning, "signature": ""}] if reply.reasoning else []
     text = [{"type": "text", "text": reply.content}] if reply.content or not reply.calls else []
     calls = [
@@ -163,21 +180,22 @@ class MessagesStream:
         message = _message(self._id, self._model, [], None, usage)
         yield {"type": "message_start", "message": {**message, **extra_fields(self._pinned)}}
 
-    def delta(self, text: str) -> Iterator[Json]:
+    def delta(self, text: str, index: int = 0) -> Iterator[Json]:
         if not self._in_text:
             self._in_text = True
             yield self._start({"type": "text", "text": ""})
         if text:
             yield self._inside({"type": "text_delta", "text": text})
 
-    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
+    def closing(self, replies: Sequence[GatewayReply]) -> Iterator[Json]:
         """Yield the remaining blocks of the finished answer, in order. If text was streamed, it had no reasoning."""
+        (reply,) = replies
         if reply.reasoning and not self._in_text:
             yield self._start({"type": "thinking", "thinking": "", "signature": ""})
             yield self._inside({"type": "thinking_delta", "thinking": reply.reasoning})
             yield self._stop()
         if reply.content or not reply.calls:
-            yield from self.delta(rest)
+            yield from self.delta(reply.unsent)
             yield self._stop()
         for call in reply.calls:
             yield self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from aiohttp import hdrs, web
 
 from outpace.errors import BadInput, ContextFull, OutpaceError, RequestFailed, one_line
 from outpace.rollouts.gateway.anthropic import MessagesStream, error_body, messages_response, read_messages
+from outpace.rollouts.gateway.exchange import Exchange
 from outpace.rollouts.gateway.openai import (
     ChatStream,
     CompletionStream,
@@ -21,8 +23,9 @@ from outpace.rollouts.gateway.openai import (
     read_chat,
     read_completion,
 )
-from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, full_text, make_reply
-from outpace.rollouts.gateway.server import EpisodeEnded, Exchange, Gateway, GatewaySession
+from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected
+from outpace.rollouts.gateway.responses import ResponseStream, read_response_request, response_object
+from outpace.rollouts.gateway.server import EpisodeEnded, Gateway, GatewaySession
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +100,11 @@ def auth_middleware(gateway: Gateway) -> Any:
         allowed = gateway.hosts()
         if allowed is not None and request.headers.get(hdrs.HOST, "").lower() not in allowed:
             raise RequestRejected("the Host header does not name this server", status=421)
-        session = gateway.find(request.match_info.get("session", ""))
+        name, _, key = request.match_info.get("session", "").partition(".")
+        session = gateway.find(name)
         if session is None:
             raise RequestRejected("unknown endpoint, or its episode has ended", status=404)
-        if not session.accepts_token(_bearer_token(request)):
+        if not session.accepts_token(key or _bearer_token(request)):
             raise RequestRejected(
                 "the API key of this endpoint is missing or wrong", status=401, code="invalid_api_key"
             )
@@ -120,50 +124,47 @@ Json = dict[str, Any]
 HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
 
 
-ReplyEvents = CompletionStream | MessagesStream
-"""Stream events of one answer."""
+ReplyEvents = CompletionStream | MessagesStream | ResponseStream
+"""Stream events of the answers to one request."""
 
 
 @dataclass(frozen=True)
 class ApiFormat:
-    """One API: how requests are parsed, and how an answer is returned, whole or as a stream of server-sent events.
+    """One API: how requests are parsed, and how answers are returned, whole or as a stream of server-sent events.
 
     With `named_events` every event has a type line, and `[DONE]` is not sent."""
 
-    read: Callable[[dict[str, Any]], PolicyRequest]
-    response: Callable[[GatewayReply, str], dict[str, Any]]
+    read: Callable[[Json], PolicyRequest]
+    response: Callable[[Sequence[GatewayReply], str, PolicyRequest], Json]
     stream: Callable[[str, str, PolicyRequest], ReplyEvents]
     named_events: bool = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         session = request[SESSION]
-        policy_request = self.read(await read_body(request))
+        policy_request = session.with_history(self.read(await read_body(request)))
         async with Exchange(session, policy_request) as exchange:
             if policy_request.stream:
                 return await self._stream(request, exchange, policy_request)
-            reply = make_reply(await exchange.answer(), policy_request, session.client)
-            return json_response(self.response(reply, session.model))
+            return json_response(self.response(await exchange.replies(), session.model, policy_request))
 
     async def _stream(
         self, request: web.Request, exchange: Exchange, policy_request: PolicyRequest
     ) -> web.StreamResponse:
-        """Stream the answer. Failures before the request is sent are plain responses; later ones are events."""
+        """Stream the answers. Failures before the request is sent are plain responses; later ones are events."""
         session = request[SESSION]
         events = self.stream(await exchange.request_sent(), session.model, policy_request)
         response = web.StreamResponse(headers=HEADERS)
         await response.prepare(request)
         try:
             await self._write(response, events.opening())
-            async for text in exchange.deltas():
-                await self._write(response, events.delta(text))
-            answer = await exchange.answer()
-            text = full_text(answer, policy_request, session.client)
-            reply = exchange.continue_streamed(make_reply(answer, policy_request, session.client), text)
-            await self._write(response, events.closing(reply, reply.content.removeprefix(exchange.streamed)))
+            async with aclosing(exchange.deltas()) as deltas:
+                async for index, text in deltas:
+                    await self._write(response, events.delta(text, index))
+            await self._write(response, events.closing(await exchange.replies()))
         except ConnectionError:  # the agent closed the connection
             return response
         except Exception as error:  # boundary: a started response can only report errors as events
-            await self._write(response, [error_payload(request, to_rejection(error))])
+            await self._write(response, [{"type": "error", **error_payload(request, to_rejection(error))}])
         if not self.named_events:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
@@ -180,6 +181,7 @@ class ApiFormat:
 
 CHAT = ApiFormat(read_chat, chat_response, ChatStream)
 COMPLETION = ApiFormat(read_completion, completion_response, CompletionStream)
+RESPONSES = ApiFormat(read_response_request, response_object, ResponseStream, named_events=True)
 MESSAGES = ApiFormat(read_messages, messages_response, MessagesStream, named_events=True)
 
 
@@ -190,6 +192,7 @@ async def list_models(request: web.Request) -> web.Response:
 _ROUTES = [
     web.post("/sessions/{session}/v1/chat/completions", CHAT.handle),
     web.post("/sessions/{session}/v1/completions", COMPLETION.handle),
+    web.post("/sessions/{session}/v1/responses", RESPONSES.handle),
     web.post("/sessions/{session}/v1/messages", MESSAGES.handle),
     web.get("/sessions/{session}/v1/models", list_models),
 ]

@@ -1,29 +1,30 @@
-"""OpenAI API: parse requests, build responses and stream events. Pure functions.
+"""OpenAI's chat and text completions: parse requests, build responses and stream events. Pure functions.
 
-Requests are untrusted: every field that is used is validated, all others are ignored. Messages and tools are passed on
-unchanged, except that content becomes one text and `developer` becomes `system`. The id of a response is the id of the
-request, by which a rollout can assign the answer a reward.
+Messages and tools are passed on unchanged, except that content becomes one text and `developer` becomes `system`. The
+id of a response is the id of its request, by which a rollout can assign the answer a reward. With `n` above 1 it is the
+id of the first, and every choice has its own `request_id`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, extra_fields, pinned_fields
-from outpace.rollouts.tools.functions import json_children
+from outpace.rollouts.gateway.validation import (
+    Json,
+    constrained,
+    forced_functions,
+    sample_count,
+    stop_strings,
+    token_limit,
+    validate_request,
+)
 from outpace.types import Message, ToolCall
-
-S = TypeVar("S", bound=msgspec.Struct)
-
-MAX_DEPTH = 64
-"""Maximum nesting of a request: chat templates and JSON encoders are recursive."""
-MAX_SIZE = 1_000_000
-"""Maximum number of characters and values in a request; longer than any context, so it is rejected unrendered."""
 
 
 class _Part(msgspec.Struct):
@@ -73,10 +74,16 @@ class _Common(msgspec.Struct):
     stream_options: _Streaming | None = None
 
 
+class _ForcedFunction(msgspec.Struct):
+    type: Literal["function"]
+    function: _Named
+
+
 class _Chat(_Common, kw_only=True):
     messages: list[_Message]
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ForcedFunction | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -94,9 +101,8 @@ class _Completion(_Common, kw_only=True):
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-def read_chat(body: dict[str, Any]) -> PolicyRequest:
+def read_chat(body: Json) -> PolicyRequest:
     request = validate_request(body, _Chat)
-    _check_single(request.n, "n")
     if not request.messages:
         raise RequestRejected("messages is empty", param="messages")
     if request.top_logprobs:
@@ -104,15 +110,17 @@ def read_chat(body: dict[str, Any]) -> PolicyRequest:
             "top_logprobs: only 0 is supported (logprobs of the sampled tokens)", param="top_logprobs"
         )
     if request.response_format is not None and request.response_format.type != "text":
-        kind = request.response_format.type
-        raise RequestRejected(f"response_format: {kind} is not supported, only text", param="response_format")
-    allowed = _calls_allowed(request.tool_choice)
+        raise constrained("response_format", request.response_format.type)
+    allowed = request.tool_choice != "none"
     return PolicyRequest(
         messages=[_message(message, index) for index, message in enumerate(body["messages"])],
+        n=sample_count(request.n),
         tools=(body.get("tools") or ()) if allowed else (),
         calls=allowed,
-        max_tokens=_limit(request.max_completion_tokens or request.max_tokens),
-        stop=_stops(request.stop),
+        must_call=_must_call(request.tool_choice, [tool.function.name for tool in request.tools or ()]),
+        template_kwargs=request.chat_template_kwargs or {},
+        max_tokens=token_limit(request.max_completion_tokens or request.max_tokens),
+        stop=stop_strings(request.stop),
         stream=bool(request.stream),
         usage=request.stream_options is not None and bool(request.stream_options.include_usage),
         logprobs=bool(request.logprobs),
@@ -120,10 +128,10 @@ def read_chat(body: dict[str, Any]) -> PolicyRequest:
     )
 
 
-def read_completion(body: dict[str, Any]) -> PolicyRequest:
+def read_completion(body: Json) -> PolicyRequest:
     request = validate_request(body, _Completion)
-    _check_single(request.n, "n")
-    _check_single(request.best_of, "best_of")
+    if request.best_of not in (None, request.n or 1):
+        raise RequestRejected("best_of: must be equal to n; no answer is left out", param="best_of")
     if request.echo or request.suffix:
         raise RequestRejected("echo and suffix are not supported", param="echo" if request.echo else "suffix")
     if request.logprobs is not None and not 0 <= request.logprobs <= 1:
@@ -132,8 +140,9 @@ def read_completion(body: dict[str, Any]) -> PolicyRequest:
         )
     return PolicyRequest(
         prompt=_prompt(request.prompt),
-        max_tokens=_limit(request.max_tokens),
-        stop=_stops(request.stop),
+        n=sample_count(request.n),
+        max_tokens=token_limit(request.max_tokens),
+        stop=stop_strings(request.stop),
         stream=bool(request.stream),
         usage=request.stream_options is not None and bool(request.stream_options.include_usage),
         logprobs=request.logprobs is not None,
@@ -141,29 +150,10 @@ def read_completion(body: dict[str, Any]) -> PolicyRequest:
     )
 
 
-def validate_request(body: dict[str, Any], shape: type[S]) -> S:
-    """Validate a request and return the fields that are used."""
-    _check_size(body)
-    try:
-        return msgspec.convert(body, shape)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$.")
-        param = place.rstrip("`") or None
-        raise RequestRejected(f"{param}: {message}" if param else message, param=param) from None
-
-
-def _check_size(body: dict[str, Any]) -> None:
-    level: list[Any] = [body]
-    size = 0
-    for _ in range(MAX_DEPTH):
-        level = [inner for outer in level for inner in json_children(outer)]
-        size += sum(len(value) if isinstance(value, str) else 1 for value in level)
-        if size > MAX_SIZE:
-            message = f"the request has more than {MAX_SIZE:,} characters, which exceeds any context"
-            raise RequestRejected(message, code="context_length_exceeded")
-        if not level:
-            return
-    raise RequestRejected(f"the request is nested deeper than {MAX_DEPTH} levels")
+def _must_call(choice: str | _ForcedFunction | None, tools: Sequence[str]) -> Sequence[str]:
+    if isinstance(choice, _ForcedFunction):
+        return forced_functions(choice.function.name, tools)
+    return forced_functions(None, tools) if choice == "required" else ()
 
 
 def _message(message: Message, index: int) -> Message:
@@ -184,32 +174,6 @@ def _content(content: str | list[dict[str, Any]] | None, index: int) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _calls_allowed(choice: str | dict[str, Any] | None) -> bool:
-    if choice in (None, "auto", "none"):
-        return choice != "none"
-    raise RequestRejected(
-        "tool_choice: only auto and none are supported; tool calls cannot be forced", param="tool_choice"
-    )
-
-
-def _check_single(count: int | None, name: str) -> None:
-    if count not in (None, 1):
-        raise RequestRejected(f"{name}: only 1 is supported; send several requests instead", param=name)
-
-
-def _limit(tokens: int | None) -> int | None:
-    if tokens is not None and tokens < 1:
-        raise RequestRejected(f"max_tokens: must be at least 1, got {tokens}", param="max_tokens")
-    return tokens
-
-
-def _stops(stop: str | list[str] | None) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if "" in stops:
-        raise RequestRejected("stop: must not contain an empty string", param="stop")
-    return stops
-
-
 def _prompt(prompt: str | list[int | str]) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
@@ -223,15 +187,23 @@ def _prompt(prompt: str | list[int | str]) -> str | list[int]:
     )
 
 
-Json = dict[str, Any]
+# ----------------------------------------------------------------------------------------------------------- responses
 
 
-def chat_response(reply: GatewayReply, model: str) -> Json:
-    return _response(reply, model, "chat.completion", {"message": chat_message(reply)}, _chat_logprobs(reply))
+def chat_response(replies: Sequence[GatewayReply], model: str, request: PolicyRequest) -> Json:
+    choices = [
+        _finished({"message": chat_message(reply)}, reply, index, _chat_logprobs(reply))
+        for index, reply in enumerate(replies)
+    ]
+    return _response(replies, model, "chat.completion", choices)
 
 
-def completion_response(reply: GatewayReply, model: str) -> Json:
-    return _response(reply, model, "text_completion", {"text": reply.content}, _completion_logprobs(reply))
+def completion_response(replies: Sequence[GatewayReply], model: str, request: PolicyRequest) -> Json:
+    choices = [
+        _finished({"text": reply.content}, reply, index, _completion_logprobs(reply))
+        for index, reply in enumerate(replies)
+    ]
+    return _response(replies, model, "text_completion", choices)
 
 
 def chat_message(reply: GatewayReply) -> Json:
@@ -241,9 +213,10 @@ def chat_message(reply: GatewayReply) -> Json:
     return {"role": "assistant", "content": content, "refusal": None, **reasoning, **calls}
 
 
-def usage(reply: GatewayReply) -> Json:
-    total = reply.prompt_tokens + reply.tokens
-    return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.tokens, "total_tokens": total}
+def usage(replies: Sequence[GatewayReply]) -> Json:
+    """Return the token counts of a response: the prompt counts once, as in OpenAI's API."""
+    prompt, sampled = replies[0].prompt_tokens, sum(reply.tokens for reply in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def models(model: str) -> Json:
@@ -251,65 +224,76 @@ def models(model: str) -> Json:
 
 
 class CompletionStream:
-    """Stream events of one plain completion."""
+    """Stream events of text completions: a choice per sample, each with its index."""
 
     kind = "text_completion"
 
     def __init__(self, request_id: str, model: str, request: PolicyRequest) -> None:
         self._head = _head(request_id, self.kind, model)
         self._usage = request.usage
+        self._n = request.n
 
     def opening(self) -> Iterator[Json]:
         yield from ()
 
-    def delta(self, text: str) -> Iterator[Json]:
-        yield self._event({"text": text})
+    def delta(self, text: str, index: int = 0) -> Iterator[Json]:
+        yield self._event(_choice({"text": text}, index))
 
-    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
-        """Yield the parts of the finished answer that have not been sent."""
-        yield from self._end(reply, {"text": rest}, _completion_logprobs(reply))
-
-    def _end(self, reply: GatewayReply, part: Json, logprobs: Json | None) -> Iterator[Json]:
-        yield {**self._event(part, reply.finish, logprobs), **extra_fields(reply.pinned)}
+    def closing(self, replies: Sequence[GatewayReply]) -> Iterator[Json]:
+        """Yield the parts of the finished answers that have not been sent."""
+        for index, reply in enumerate(replies):
+            yield from self._end(reply, index)
         if self._usage:
-            yield {**self._head, "choices": [], "usage": usage(reply)}
+            yield {**self._head, "choices": [], "usage": usage(replies)}
 
-    def _event(self, part: Json, finish: str | None = None, logprobs: Json | None = None) -> Json:
-        return {**self._head, "choices": [_choice(part, logprobs, finish)], **({"usage": None} if self._usage else {})}
+    def _end(self, reply: GatewayReply, index: int) -> Iterator[Json]:
+        ended = _finished({"text": reply.unsent}, reply, index, _completion_logprobs(reply))
+        yield {**self._event(ended), **extra_fields(reply.pinned)}
+
+    def _event(self, choice: Json) -> Json:
+        return {**self._head, "choices": [choice], **({"usage": None} if self._usage else {})}
 
 
 class ChatStream(CompletionStream):
-    """Stream events of one chat completion."""
+    """Stream events of chat completions."""
 
     kind = "chat.completion.chunk"
 
     def opening(self) -> Iterator[Json]:
-        yield self._event({"delta": {"role": "assistant", "content": ""}})
+        for index in range(self._n):
+            yield self._event(_choice({"delta": {"role": "assistant", "content": ""}}, index))
 
-    def delta(self, text: str) -> Iterator[Json]:
-        yield self._event({"delta": {"content": text}})
+    def delta(self, text: str, index: int = 0) -> Iterator[Json]:
+        yield self._event(_choice({"delta": {"content": text}}, index))
 
-    def closing(self, reply: GatewayReply, rest: str) -> Iterator[Json]:
+    def _end(self, reply: GatewayReply, index: int) -> Iterator[Json]:
         if reply.reasoning:
-            yield self._event({"delta": {"reasoning_content": reply.reasoning}})
-        if rest:
-            yield from self.delta(rest)
-        for index, call in enumerate(reply.calls):
-            yield self._event({"delta": {"tool_calls": [{"index": index, **_call(call)}]}})
-        yield from self._end(reply, {"delta": {}}, _chat_logprobs(reply))
+            yield self._event(_choice({"delta": {"reasoning_content": reply.reasoning}}, index))
+        if reply.unsent:
+            yield from self.delta(reply.unsent, index)
+        for number, call in enumerate(reply.calls):
+            yield self._event(_choice({"delta": {"tool_calls": [{"index": number, **_call(call)}]}}, index))
+        ended = _finished({"delta": {}}, reply, index, _chat_logprobs(reply))
+        yield {**self._event(ended), **extra_fields(reply.pinned)}
 
 
-def _response(reply: GatewayReply, model: str, kind: str, part: Json, logprobs: Json | None) -> Json:
+def _response(replies: Sequence[GatewayReply], model: str, kind: str, choices: list[Json]) -> Json:
+    first = replies[0]
     return {
-        **_head(reply.id, kind, model),
-        "choices": [_choice(part, logprobs, reply.finish)],
-        "usage": usage(reply),
-        **extra_fields(reply.pinned),
+        **_head(first.id, kind, model),
+        "choices": choices,
+        "usage": usage(replies),
+        **extra_fields(first.pinned),
     }
 
 
-def _choice(part: Json, logprobs: Json | None, finish: str | None) -> Json:
-    return {"index": 0, **part, "logprobs": logprobs, "finish_reason": finish}
+def _choice(part: Json, index: int) -> Json:
+    return {"index": index, **part, "logprobs": None, "finish_reason": None}
+
+
+def _finished(part: Json, reply: GatewayReply, index: int, logprobs: Json | None) -> Json:
+    ended = {"logprobs": logprobs, "finish_reason": reply.finish, "request_id": reply.id}
+    return {**_choice(part, index), **ended}
 
 
 def _head(request_id: str, kind: str, model: str) -> Json:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,7 +34,6 @@ PINNED = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "logit_bias",
     "seed",
 )
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -56,14 +55,25 @@ class PolicyRequest:
 
     messages: Sequence[Message] = ()
     prompt: str | list[int] | None = None
+    n: int = 1  # answers to sample
     tools: Sequence[dict[str, Any]] = ()
     calls: bool = True  # tool calls are allowed
+    must_call: Sequence[str] = ()  # functions one of which must be called
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     stream: bool = False
     usage: bool = False  # a stream ends with token counts
     logprobs: bool = False
     pinned: Sequence[str] = ()
+    instructions: str | None = None  # the system message, which later requests do not inherit
+    previous: str | None = None  # the response whose conversation `messages` continue
+    store: bool = False  # a later request may name the response as its previous one
+    echo: Mapping[str, Any] = field(default_factory=dict)  # fields of the request that its response repeats
+
+    def conversation(self) -> list[Message]:
+        system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*system, *self.messages]
 
     def overrides(self, limit: int) -> dict[str, Any]:
         """Return the request's own sampling options; `max_tokens` is capped at `limit`."""
@@ -77,10 +87,11 @@ class PolicyRequest:
 
 @dataclass(frozen=True)
 class GatewayReply:
-    """An answer as returned to the agent."""
+    """An answer as returned to the agent. `unsent` is the end of its content that has not been streamed."""
 
     id: str
     content: str
+    unsent: str
     reasoning: str
     calls: Sequence[ToolCall]
     finish: FinishReason
@@ -121,9 +132,11 @@ def make_reply(answer: Answer, request: PolicyRequest, client: PolicyClient) -> 
     logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if request.logprobs else ()
     plain = request.prompt is not None or len(readable) > len(calls)
     finish: FinishReason = "length" if answer.stop != "stop" else "tool_calls" if calls else "stop"
+    content = full_text(answer, request, client) if plain else answer.content
     return GatewayReply(
         id=answer.request_id,
-        content=full_text(answer, request, client) if plain else answer.content,
+        content=content,
+        unsent=content,
         reasoning="" if plain else answer.reasoning,
         calls=calls,
         finish=finish,

@@ -1,6 +1,4 @@
-"""Gateway server: endpoints for agents, and their in-flight requests. It starts listening with the first endpoint.
-
-    Exchange: request_sent ─▶ deltas of the text, as far as it is certain ─▶ answer
+"""Gateway server: endpoints for agents. It starts listening with the first endpoint.
 
 Invariants
 - A session is one role of one episode behind one URL. It is found by an unguessable id, is protected by its own secret,
@@ -10,8 +8,6 @@ Invariants
 - A request is processed only if its `Host` header names this server and it carries the secret of its session.
 - Every response, including errors, follows the API format of the request; no exception leaves the handler.
 - No CORS headers: pages of other origins have no access.
-- The final answer is authoritative. Streamed text is a prefix of its content; the stream ends with the rest. If the
-  final answer parses differently (reasoning without an opening tag, for example), it continues as plain text.
 """
 
 from __future__ import annotations
@@ -20,19 +16,13 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outpace.errors import BadInput, ComponentFailed
-from outpace.rollouts.gateway.protocol import (
-    GatewayReply,
-    PolicyRequest,
-    stable_prefix,
-    stable_text_prefix,
-    starts_in_reasoning,
-)
-from outpace.types import Answer, Endpoint, Ints
+from outpace.rollouts.gateway.protocol import PolicyRequest, RequestRejected
+from outpace.types import Answer, Endpoint, Message
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -58,6 +48,7 @@ class GatewaySession:
         self.secret = secrets.token_urlsafe(32)
         self.failure: ComponentFailed | None = None  # a component failure: retrying the request cannot help
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._stored: dict[str, list[Message]] = {}  # conversations by response id, for `previous_response_id`
 
     @property
     def client(self) -> PolicyClient:
@@ -69,8 +60,9 @@ class GatewaySession:
     def serves(self, client: PolicyClient) -> bool:
         return self._client is client
 
-    def endpoint(self, origin: str) -> Endpoint:
-        return Endpoint(f"{origin}/sessions/{self.id}/v1", self.secret, self.model)
+    def endpoint(self, origin: str, key_in_url: bool = False) -> Endpoint:
+        name = f"{self.id}.{self.secret}" if key_in_url else self.id
+        return Endpoint(f"{origin}/sessions/{name}/v1", self.secret, self.model)
 
     def accepts_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(errors="surrogateescape"), self.secret.encode())
@@ -84,8 +76,25 @@ class GatewaySession:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def with_history(self, request: PolicyRequest) -> PolicyRequest:
+        """Return the request with the conversation of its previous response in front of its own messages."""
+        if request.previous is None:
+            return request
+        if request.previous not in self._stored:
+            message = (
+                f"previous_response_id: {request.previous!r} is not a stored response of this episode and role; "
+                "send the whole conversation as input"
+            )
+            raise RequestRejected(message, param="previous_response_id", code="previous_response_not_found")
+        return replace(request, messages=[*self._stored[request.previous], *request.messages])
+
+    def store(self, request: PolicyRequest, answer: Answer) -> None:
+        if request.store:
+            self._stored[answer.request_id] = [*request.messages, answer.message]
+
     async def close(self) -> None:
         self._client = None
+        self._stored.clear()
         await asyncio.gather(*map(cancel_and_wait, self._tasks))
 
 
@@ -119,14 +128,15 @@ class Gateway:
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
-    async def open(self, client: PolicyClient, role: str = "policy") -> Endpoint:
-        """Return the endpoint at which an agent reaches the policy, for this episode and role."""
+    async def open(self, client: PolicyClient, role: str = "policy", key_in_url: bool = False) -> Endpoint:
+        """Return the endpoint at which an agent reaches the policy, for this episode and role. With `key_in_url` the
+        URL contains the secret, for agents that send another API key."""
         await self.start()
         session = next((session for session in self._sessions_of(client) if session.role == role), None)
         if session is None:
             session = GatewaySession(client, role, self._model)
             self._sessions[session.id] = session
-        return session.endpoint(self.origin)
+        return session.endpoint(self.origin, key_in_url)
 
     def find(self, session_id: str) -> GatewaySession | None:
         return self._sessions.get(session_id)
@@ -193,110 +203,3 @@ class Gateway:
 
 def _url_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-DECODE_FRACTION = 64
-"""Decode the text again when it has grown by 1/64 of its length: frequent enough, and not quadratic in time."""
-PROMPT_TAIL = 16
-"""Number of tokens at the end of a prompt that are searched for an opening reasoning tag."""
-
-
-class Exchange:
-    """One in-flight request of an agent. Context manager: leaving it early cancels the request."""
-
-    def __init__(self, session: GatewaySession, request: PolicyRequest) -> None:
-        self._session = session
-        self._request = request
-        self._sent: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._prompt: list[int] = []
-        self.streamed = ""
-
-    async def __aenter__(self) -> Exchange:
-        self._task = self._session.start(self._send)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await cancel_and_wait(self._task)
-
-    async def request_sent(self) -> str:
-        """Wait until the request is sent and return its id; raises the failure if it could not be sent."""
-        either: set[asyncio.Future[Any]] = {self._task, self._sent}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        return self._sent.result() if self._sent.done() else (await self.answer()).request_id
-
-    async def answer(self) -> Answer:
-        await asyncio.wait({self._task})
-        if self._task.cancelled():
-            raise EpisodeEnded
-        try:
-            return self._task.result()
-        except ComponentFailed as error:  # other failures are left to the agent
-            self._session.failure = error
-            raise
-
-    async def deltas(self) -> AsyncIterator[str]:
-        """Yield new text of the content, as far as it is certain, while the answer grows."""
-        tokens: list[int] = []
-        read = 0
-        while new := await self._new_tokens(len(tokens)):
-            tokens += new
-            if len(tokens) - read < read // DECODE_FRACTION:
-                continue
-            read = len(tokens)
-            try:
-                text = self._certain_text(tokens)
-            except Exception:  # boundary to the chat format, which may fail to parse an unfinished answer
-                log.debug("cannot parse the unfinished answer; streaming resumes at its end", exc_info=True)
-                return
-            if text is None:
-                return
-            if len(text) > len(self.streamed) and text.startswith(self.streamed):
-                delta, self.streamed = text[len(self.streamed) :], text
-                yield delta
-
-    def continue_streamed(self, reply: GatewayReply, text: str) -> GatewayReply:
-        """Return the reply with content that starts with the text already streamed; `text` is the full text."""
-        if reply.content.startswith(self.streamed):
-            return reply
-        return replace(reply, content=text if text.startswith(self.streamed) else self.streamed, reasoning="")
-
-    def _certain_text(self, tokens: list[int]) -> str | None:
-        """Return the prefix of the content that these tokens determine; None to stop streaming until the end."""
-        chat_format, request = self._session.client.chat_format, self._request
-        stops = request.stops(self._session.client)
-        if request.prompt is not None:
-            return stable_text_prefix(chat_format.decode(tokens), stops)
-        read = chat_format.parse(tokens, self._prompt, request.tools)
-        if read.calls or read.reasoning or starts_in_reasoning(chat_format.decode(self._prompt[-PROMPT_TAIL:])):
-            return None
-        return stable_prefix(read.content, stops)
-
-    async def _new_tokens(self, known: int) -> list[int]:
-        """Return new tokens of the request; empty once it has ended, or on failure, which `answer` reports."""
-        if not self._sent.done():
-            return []
-        stream_tokens = asyncio.create_task(self._read_stream(known))
-        either: set[asyncio.Future[Any]] = {stream_tokens, self._task}
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            failure = await cancel_and_wait(stream_tokens)
-        return [] if self._task.done() or stream_tokens.cancelled() or failure else stream_tokens.result()
-
-    async def _read_stream(self, known: int) -> list[int]:
-        tokens: list[int] = (await self._session.client.engine.stream_tokens(self._sent.result(), known)).tolist()
-        return tokens
-
-    def _send(self) -> Coroutine[Any, Any, Answer]:
-        request, session = self._request, self._session
-        options: dict[str, Any] = {"role": session.role, **request.overrides(session.client.max_tokens)}
-        if request.stream:
-            options["listener"] = self._on_sent
-        if request.prompt is not None:
-            return session.client.complete(request.prompt, **options)
-        return session.client.chat(request.messages, tools=request.tools, **options)
-
-    def _on_sent(self, request_id: str, prompt: Ints) -> None:
-        self._prompt = prompt.tolist()
-        if not self._sent.done():
-            self._sent.set_result(request_id)

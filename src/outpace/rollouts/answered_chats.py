@@ -1,0 +1,38 @@
+"""Chat requests with their answers, and which of them a rollout has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from outpace.rollouts.history_digests import comparable_message
+from outpace.types import Answer, Message
+
+
+class AnsweredChat(NamedTuple):
+    """A chat request with its answer. The messages are an immutable copy of those that were sent."""
+
+    messages: Sequence[Message]
+    answer: Answer
+
+    def is_recorded_as(self, messages: Sequence[Message]) -> bool:
+        """Whether `messages` have the meaning of this request and its answer, whatever tools were offered."""
+        own = [*self.messages, self.answer.message]
+        return len(own) == len(messages) and all(
+            comparable_message(mine) == comparable_message(given) for mine, given in zip(own, messages, strict=True)
+        )
+
+
+def match_answers(
+    answered: Sequence[AnsweredChat], recorded: Sequence[tuple[str, Sequence[Message]]]
+) -> list[AnsweredChat | None]:
+    """Return the request of each recorded answer, which is given by a request id, or else by its messages: those of the
+    request and the answer. Every request is returned once; None: there is no such request left."""
+    left = {each.answer.request_id: each for each in answered}
+    by_id = [left.pop(request_id, None) for request_id, _ in recorded]
+    found: list[AnsweredChat | None] = []
+    for known, (_, messages) in zip(by_id, recorded, strict=True):
+        alike = (request_id for request_id, each in left.items() if known is None and each.is_recorded_as(messages))
+        request_id = next(alike, None)
+        found.append(known if request_id is None else left.pop(request_id))
+    return found

@@ -1,0 +1,124 @@
+"""TRL's configs: every field has TRL's default and a place here, and refusals come in one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import pytest
+
+from outpace.compat.trl import AsyncGRPOConfig, GRPOConfig
+from outpace.compat.trl.config import AS_IN_TRL, ASYNC_FIELDS, GRPO_FIELDS
+from outpace.compat.trl.settings import translate
+from outpace.config.load import make_config
+from outpace.config.other_libraries import EQUIVALENTS
+from outpace.errors import BadInput
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+
+def defaults(config: Any) -> dict[str, Any]:
+    return {
+        field.name: field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
+        for field in dataclasses.fields(config)
+    }
+
+
+@pytest.mark.slow
+def test_every_field_of_trl_has_the_same_default_and_a_setting_or_a_reason() -> None:
+    from trl import GRPOConfig as TrlConfig
+    from trl.experimental.async_grpo import AsyncGRPOConfig as TrlAsyncConfig
+
+    assert dict(GRPO_FIELDS) == defaults(TrlConfig)
+    assert dict(ASYNC_FIELDS) == defaults(TrlAsyncConfig)
+    assert {*GRPO_FIELDS, *ASYNC_FIELDS} <= {*EQUIVALENTS, *AS_IN_TRL}
+
+
+@pytest.mark.slow
+def test_a_config_of_trl_itself_gives_the_same_settings(tmp_path: Any) -> None:
+    from trl import GRPOConfig as TrlConfig
+
+    chosen: dict[str, Any] = {"num_generations": 4, "loss_type": "cispo", "epsilon_high": 5.0, "use_cpu": True}
+    ours, theirs = (translate(config(str(tmp_path), **chosen), 100) for config in (GRPOConfig, TrlConfig))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, AsyncGRPOConfig])
+def test_the_defaults_make_a_valid_config(config: Any) -> None:
+    settings, _ = translate(config("runs/x"), 100)
+    make_config(settings)
+
+
+def test_all_fields_that_cannot_be_used_are_in_one_error() -> None:
+    args = GRPOConfig("runs/x", fp16=True, top_p=0.9, optim="sgd", min_p=0.1, deepspeed="zero.json", tf32=True)
+    with pytest.raises(BadInput) as refused:
+        translate(args, 100)
+    assert all(f"{name}: " in str(refused.value) for name in ("fp16", "top_p", "optim", "min_p", "deepspeed"))
+    assert "tf32" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, {"policy_loss.name": "ppo", "policy_loss.aggregation": "token_mean", "advantage.name": "grpo"}),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+            {"policy_loss.name": "gspo", "policy_loss.clip_low": 3e-4, "policy_loss.clip_high": 4e-4},
+        ),
+        ({"scale_rewards": "batch"}, {"advantage.name": "dr_grpo", "advantage.normalizer": "batch_std"}),
+        ({"loss_type": "vespo", "vespo_k_neg": 2.5}, {"policy_loss.name": "vespo", "policy_loss.k_negative": 2.5}),
+        (
+            {"use_vllm": True},
+            {"correction.weight": "sequence", "correction.masks": ["sequence"], "correction.sequence_high": 3.0},
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+            {"correction.weight": "token", "correction.masks": [], "correction.cap": 3.0, "correction.floor": 0.0},
+        ),
+        ({"beta": 0.1}, {"kl.coefficient": 0.1, "kl.estimator": "unbiased"}),
+        ({"outpace": {"pacing.max_lag": 1}, "max_steps": 7}, {"run.steps": 7, "pacing.max_lag": 0}),
+    ],
+)
+def test_the_algorithm_is_that_of_trl(chosen: dict[str, Any], expected: dict[str, Any]) -> None:
+    settings, _ = translate(GRPOConfig("runs/x", **chosen), 100)
+    assert expected.items() <= settings.items()
+    make_config(settings)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "groups", "updates", "epoch_steps", "max_steps"),
+    [
+        ({}, 1, 1, 20, 60),
+        ({"gradient_accumulation_steps": 4}, 4, 1, 5, 15),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3}, 4, 6, 30, 90),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 1}, 4, 1, 5, 15),
+        ({"generation_batch_size": 16, "max_steps": 10}, 2, 2, 20, 10),
+    ],
+)
+def test_steps_are_counted_as_in_trl(
+    chosen: dict[str, Any], groups: int, updates: int, epoch_steps: int, max_steps: int
+) -> None:
+    settings, schedule = translate(GRPOConfig("runs/x", **chosen), 20)
+    assert (schedule.groups, schedule.updates) == (groups, updates)
+    assert (schedule.epoch_steps, schedule.max_steps) == (epoch_steps, max_steps)
+    assert settings["run.steps"] * updates == max_steps
+
+
+@pytest.mark.parametrize(
+    ("chosen", "key"),
+    [
+        ({"per_device_train_batch_size": 6}, "num_generations"),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 6}, "steps_per_generation"),
+        ({"num_iterations": 4, "max_steps": 6}, "max_steps"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(chosen: dict[str, Any], key: str) -> None:
+    with pytest.raises(BadInput, match=f"^{key}: "):
+        translate(GRPOConfig("runs/x", **chosen), 20)
+
+
+def test_a_server_is_used_only_if_its_address_was_given() -> None:
+    url = "http://localhost:8000"
+    assert "engine.kind" not in translate(AsyncGRPOConfig("runs/x"), 8)[0]
+    assert translate(AsyncGRPOConfig("runs/x", vllm_server_base_url=url), 8)[0]["engine.urls"] == [url]
