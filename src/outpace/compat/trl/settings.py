@@ -43,13 +43,16 @@ def value_of(args: Any, name: str, default: Any = None) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) -> tuple[Settings, Schedule]:
+def translate(
+    args: Any, rows: int | None, known: frozenset[str] = frozenset(), refused: dict[str, str] | None = None
+) -> tuple[Settings, Schedule]:
     """Return the settings, without the overrides in `args.outpace`, and the schedule.
 
-    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself."""
+    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself. `refused`:
+    gets the fields that cannot be used, with the reasons, for the caller to `refuse`."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
     schedule = Schedule.of(args, rows, args.num_generations, generation, passes)
-    refused = dict(_refused_fields(args, known))
+    found_here = dict(_refused_fields(args, known))
     found: Settings = {
         **{EQUIVALENTS[name].settings[0]: value_of(args, name) for name in DIRECT},
         "pacing.groups_per_step": schedule.groups,
@@ -58,11 +61,14 @@ def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) 
         "run.steps": schedule.max_steps // schedule.updates,
     }
     for part in (_run, _model, _sampling, _optimizer, _engine, _algorithm):
-        found |= part(args, refused.setdefault)
+        found |= part(args, found_here.setdefault)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
     if value_of(args, "lr_scheduler_type") != "constant":
         found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
-    refuse(refused)
+    if refused is None:
+        refuse(found_here)
+    else:
+        refused |= found_here
     return {key: value for key, value in found.items() if value is not None}, schedule
 
 
@@ -206,7 +212,8 @@ def _algorithm(args: Any, refuse: Refuse) -> Settings:
         "sapo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:5] == "sapo_"},
         "vespo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:6] == "vespo_"},
     }.get(loss, {**clip, "policy_loss.dual_clip": args.delta})
-    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    is_apart = args.use_vllm or value_of(args, "async_prefetch", False)  # sampler and learner differ
+    corrected = is_apart and args.vllm_importance_sampling_correction
     combined = args.multi_objective_aggregation == "normalize_then_sum"
     return {
         "pacing.max_lag": 0,

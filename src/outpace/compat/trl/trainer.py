@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import TrainOutput
 
 from outpace.compat.trl.config import AsyncGRPOConfig, GRPOConfig, TrainingConfig
-from outpace.compat.trl.settings import refuse, translate
+from outpace.compat.trl.settings import Settings, refuse, translate
 from outpace.config.load import combine, flatten
 from outpace.errors import BadInput, ComponentFailed
 from outpace.learner.optimizer import optimizer_settings
 from outpace.models.loading import resolve_model
 from outpace.models.lora import lora_settings
-from outpace.monitoring.transformers_callbacks import TransformersCallbacks
+from outpace.monitoring.transformers_callbacks import Schedule, TransformersCallbacks
 from outpace.rewards.reward_model import trl_rewards
 from outpace.runtime.cleanup import temporary_directory
 from outpace.tasks.producers import RolloutFunctionProducer
@@ -64,7 +64,7 @@ class GRPOTrainer:
             self.processing_class = AutoTokenizer.from_pretrained(name)
         self._given, self._adapter = model, peft_config is not None
         tasks, heldout = (self._rows(each, environment_factory) for each in (train_dataset, eval_dataset))
-        settings, schedule = translate(self.args, None if tasks is None else len(tasks))
+        settings, schedule = self._settings(None if tasks is None else len(tasks))
         settings |= optimizer_settings(optimizers[0])
         if peft_config is not None:
             settings |= lora_settings(peft_config, lambda: resolve_model(name))
@@ -72,14 +72,14 @@ class GRPOTrainer:
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
         settings["eval.count"] = count
-        if rollout_func is None:
-            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
-        else:
-            settings.pop("tasks.shuffle", None)  # the producer has the order
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
-        produced = None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
+        produced = self._producer(rollout_func, tasks)
+        if produced is None:
+            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
+        else:
+            settings.pop("tasks.shuffle", None)  # the producer has the order
         self._trainer = Trainer(
             model,
             None if produced else tasks,
@@ -93,6 +93,13 @@ class GRPOTrainer:
             producer=produced,
             quiet=bool(self.args.disable_tqdm),
         )
+
+    def _settings(self, rows: int | None) -> tuple[Settings, Schedule]:
+        return translate(self.args, rows)
+
+    def _producer(self, rollout_func: Callable[..., Any] | None, tasks: Any) -> Any:
+        """Return what gives the tasks or rollouts of each round, None if the run takes the tasks as they are."""
+        return None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
 
     @staticmethod
     def _rows(dataset: Any, environment: Any) -> Any:
