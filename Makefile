@@ -87,6 +87,7 @@ check: $(STAMP)
 	$(BIN)/python scripts/configuration_docs.py
 	$(BIN)/python scripts/metric_docs.py
 	$(BIN)/python scripts/trl_docs.py
+	$(BIN)/python scripts/rllm_docs.py
 
 # As `check`, but changes nothing.
 lint: $(STAMP)
@@ -96,6 +97,7 @@ lint: $(STAMP)
 	$(BIN)/python scripts/configuration_docs.py --check
 	$(BIN)/python scripts/metric_docs.py --check
 	$(BIN)/python scripts/trl_docs.py --check
+	$(BIN)/python scripts/rllm_docs.py --check
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -98,16 +98,16 @@ class Registry:
         if is_reference(name):
             return self.accept(load_function(name, setting), f"{setting}: {name}")
         self.check_known(name, setting)
-        found: dict[str, Any] = {"built into outpace": self.built_in[name]} if name in self.built_in else {}
+        found: dict[str, Any] = {"outpace": self.built_in[name]} if name in self.built_in else {}
         for entry in self._entry_points():
             if entry.name == name:
                 context = f"{setting}: {name} of {entry.dist.name if entry.dist else 'an installed package'}"
                 found[entry.value] = self.accept(load_function(entry.value, context), context)
         for (module, qualname), component in self.registered.get(name, {}).items():
             if component not in found.values():  # a decorated function of a package is also its entry point
-                found[f"{module or 'your own'}:{qualname}"] = component
+                found[f"{module}:{qualname}" if module else f"{qualname} of your program"] = component
         if len(found) > 1:
-            raise BadInput(f"{setting}: {name} is defined twice, by {' and '.join(found)}; rename one of them")
+            raise BadInput(f"{setting}: {name} is defined by {' and by '.join(found)}; rename one of them")
         component = next(iter(found.values()))
         return load_function(component, setting) if isinstance(component, str) else component
 
@@ -133,7 +133,7 @@ class Registry:
     def _why_unknown(self, name: str) -> str:
         shown, noun = one_line(repr(name), 100), self.word.partition(" ")[2]
         if name.endswith(".py"):
-            return f"{shown} is a file; name the {noun} in it, as {name}:name"
+            return f"{shown} is a file; name the {noun} in it, as {one_line(name)}:name"
         other = next((each for each in REGISTRIES if name in each.built_in), None)
         reason = f"{name} is {other.word}, not {self.word}" if other else f"unknown {noun} {shown}"
         close = "".join(f"did you mean {each}? " for each in closest_names(name, self.names()))

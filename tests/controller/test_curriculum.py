@@ -204,6 +204,18 @@ def test_a_visit_is_repeated_at_most_max_times() -> None:
         assert len(due(subject, 9)) == planned
 
 
+def test_rerolls_begin_at_from_step_and_at_most_max_groups_start_with_the_same_version() -> None:
+    subject = queue(settings=RerollConfig(max_times=1, after_steps=1, from_step=5, max_groups=2))
+    for position in range(3):
+        end(subject, position, best=0.0)
+    end(subject, 3, best=0.0, min_version=6)
+    assert due(subject, 4) == []
+    assert due(subject, 5) == [0 + REROLL, 1 + REROLL]
+    assert due(subject, 5) == []
+    assert due(subject, 6) == [2 + REROLL]
+    assert due(subject, 7) == [3 + REROLL]
+
+
 def test_the_visits_that_have_waited_longest_are_dropped_and_counted_when_too_many_wait() -> None:
     subject = queue()
     for position in (2, 0, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from outpace.config.load import make_config
 from outpace.config.producer import ProducerConfig
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
+from outpace.rollouts.producer_host import make_producer
 from outpace.run.plan import UserObjects, make_plan
 from outpace.tasks.producers import AsyncDataProducer, BaseDataProducer, GRPODataProducer
+from outpace.tasks.registry import open_tasks
 
 NAMED = {"tasks.producer": f"{__file__}:Nothing"}
 
@@ -101,3 +104,27 @@ def test_settings_for_the_learners_process_are_reported_where_they_do_not_apply(
     inline = make_config({**NAMED, "producer.empty_cache_after_produce": True, "run.runtime": "inline"})
     assert make_plan(inline, UserObjects()).producer_warning == ""
     assert make_plan(make_config(NAMED), UserObjects()).producer_warning == ""
+
+
+def test_a_producer_that_takes_prompts_gets_the_tasks_that_the_config_names(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{number}", "answer": 1}}\n' for number in range(40)))
+    options = {"num_generations": 2, "generation_batch_size": 4, "train_batch_size": 4, "steps_per_generation": 1}
+    named = {
+        "rewards.functions": ["number"],
+        "rollout.group_size": 2,
+        "tasks.path": str(tmp_path / "rows.jsonl"),
+        "tasks.producer": "outpace:GRPODataProducer",
+        "producer.options": {**options, "shuffle_dataset": True, "seed": 0},
+        "eval.holdout": 0.25,
+    }
+    plan = make_plan(make_config(named), UserObjects())
+    train, heldout = open_tasks(plan.config)
+    assert heldout is not None
+    assert plan.streamed
+    assert plan.heldout == len(heldout)
+    producer = make_producer(GRPODataProducer, plan.config)
+    rounds = [producer.produce(None, 0, round=number) for number in range(len(train) // 2)]
+    given = {task.id for tasks in rounds for task in tasks}
+    assert {len(tasks) for tasks in rounds} == {2}
+    assert given <= {train[index].id for index in range(len(train))}
+    assert len(given) == 2 * len(rounds), "every prompt once in an epoch"

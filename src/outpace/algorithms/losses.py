@@ -99,6 +99,24 @@ class Tokens:
         """Expand values per sequence to values per token."""
         return values_S[self.sequence_N]
 
+    @cached_property
+    def position_N(self) -> Tensor:
+        """Index of each token among the trained tokens of its sequence."""
+        counts_S = self.sequence_N.bincount(minlength=self.sequences)
+        first_S = counts_S.cumsum(0) - counts_S
+        return self.sequence_N.new_ones(self.sequence_N.shape).cumsum(0) - 1 - first_S[self.sequence_N]
+
+    def padded(self, values_N: Tensor) -> Tensor:
+        """Return one row per sequence, padded with 0."""
+        width = int(self.position_N.max()) + 1 if len(values_N) else 0
+        padded = values_N.new_zeros(self.sequences, width)
+        padded[self.sequence_N, self.position_N] = values_N
+        return padded
+
+    def unpadded(self, values: Tensor) -> Tensor:
+        """Return values per token, from a row per sequence or a single column."""
+        return values.expand(self.sequences, -1)[self.sequence_N, self.position_N if values.shape[1] > 1 else 0]
+
 
 Cap = Annotated[float, Field(gt=0, description="Upper truncation of importance weights.")]
 ClipLow = Annotated[

@@ -236,6 +236,10 @@ class RerollConfig(Section):
     after_steps: Annotated[int, OpenedBy("max_times")] = Field(default=8, ge=1)
     """Minimum number of versions between the policy that a visit starts with and the one that its re-roll starts
     with."""
+    from_step: Annotated[int, OpenedBy("max_times")] = Field(default=0, ge=0)
+    """No re-roll starts with an earlier version than this."""
+    max_groups: Annotated[int | None, OpenedBy("max_times")] = Field(default=None, ge=1)
+    """Maximum re-rolls that start with the same version. Default: no limit."""
     solved_above: Annotated[float, OpenedBy("max_times")] = 0.0
     """A task counts as solved if the reward of at least one attempt is above this."""
     max_waiting: Annotated[int, OpenedBy("max_times")] = Field(default=4096, ge=1)

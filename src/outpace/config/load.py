@@ -36,7 +36,7 @@ from outpace.config.other_libraries import equivalent_setting, names_with_equiva
 from outpace.config.presets import PRESETS
 from outpace.config.validation import check
 from outpace.errors import BadInput, one_line, with_article
-from outpace.runtime.references import closest_names
+from outpace.runtime.references import closest_names, load_function
 
 
 def read_config_file(file: Path) -> Mapping[str, Any]:
@@ -123,9 +123,23 @@ KNOWN = (*FIELDS, *PARAMETERS)
 
 def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Return the checked config of a file and overrides: command-line arguments, or a nested or dotted dict."""
-    from_file = flatten(read_config_file(file)) if file is not None else {}
+    from_file = flatten(_file_settings(file)) if file is not None else {}
     overriding = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     return make_config(combine(from_file, overriding))
+
+
+OTHER_FORMATS: Mapping[str, str] = {"rl": "outpace.compat.axolotl.config_file:settings_of"}
+"""Config files of other libraries, by a key that only they have: functions of the content and the file that return
+settings. They are loaded by name, because they are in a higher layer."""
+
+
+def _file_settings(file: Path) -> Mapping[str, Any]:
+    content = read_config_file(file)
+    for key, translation in OTHER_FORMATS.items():
+        if key in content:
+            settings: Mapping[str, Any] = load_function(translation, str(file))(content, file)
+            return settings
+    return content
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

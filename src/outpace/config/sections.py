@@ -154,7 +154,8 @@ class ModelConfig(Section):
 class TasksConfig(Section):
     """The tasks to train and evaluate on.
 
-    Set one of `tasks.name`, `tasks.path` and `tasks.producer`.
+    Set one of `tasks.name`, `tasks.path` and `tasks.producer`. A producer with a parameter `prompt_dataset`, such as
+    `outpace:GRPODataProducer`, is set in addition: it gets the tasks of the other two.
     """
 
     name: str | None = None

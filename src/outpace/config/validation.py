@@ -215,10 +215,8 @@ def _default_rewards(task: str) -> list[str] | None:
 
 def _check_task_source(config: Config) -> Iterator[str]:
     tasks = config.tasks
-    ways = {"tasks.name": tasks.name, "tasks.path": tasks.path, "tasks.producer": tasks.producer}
-    (first, named), *others = [(way, value) for way, value in ways.items() if value is not None] or [("", "")]
-    for other, _ in others:
-        yield f"{other}: {first} is also set, to {named}; remove one of the two"
+    if tasks.name is not None and tasks.path is not None:
+        yield f"tasks.path: tasks.name is also set, to {tasks.name}; remove one of the two"
 
 
 def _check_producer(config: Config) -> Iterator[str]:

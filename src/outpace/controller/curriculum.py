@@ -19,7 +19,8 @@ Invariants
 - The re-roll is planned when the visit is finalized. So in every checkpoint, either the visit is open or its re-roll is
   planned, open or finalized: none is lost and none happens twice.
 - A visit is repeated at most `max_times` times, and only if it was trained, filtered or failed.
-- A re-roll has a min_version at least `after_steps` above that of the visit it repeats.
+- A re-roll has a min_version at least `after_steps` above that of the visit it repeats, and at least `from_step`. At
+  most `max_groups` have the same.
 - At most `max_waiting` re-rolls wait at an admission; those with the earliest min_version are dropped first.
 
 In deterministic mode, an admission with min_version s sees the results of the groups up to the last one of batch s - 1,
@@ -173,6 +174,7 @@ class RerollQueue:
         self._results: ResultsInOrder[tuple[Version, int]] = ResultsInOrder(deterministic)
         self._waiting: list[tuple[Version, int]] = []  # (smallest min_version, position), in order
         self._min_version: Version = 0  # of groups admitted now
+        self._issued = 0  # re-rolls with this min_version
         self.dropped = state.dropped
         if settings is not None:
             self._waiting = [(entry[0], entry[1]) for entry in state.waiting]
@@ -188,7 +190,9 @@ class RerollQueue:
     @property
     def due(self) -> int:
         """Number of re-rolls that may start now."""
-        return bisect_right(self._waiting, self._min_version, key=itemgetter(0))
+        due = bisect_right(self._waiting, self._min_version, key=itemgetter(0))
+        limit = None if self._settings is None else self._settings.max_groups
+        return due if limit is None else min(due, limit - self._issued)
 
     def group_closed(self, order: GroupOrder, event: GroupClosed) -> None:
         """Record the result of a visit that is still open. Attempts that came with the task would be the same again."""
@@ -202,7 +206,8 @@ class RerollQueue:
         unsolved = self._unsolved.pop(position, None)
         if unsolved is not None and self._settings is not None:
             group, min_version = unsolved
-            self._results.add(group, (min_version + self._settings.after_steps, position + REROLL))
+            due = max(min_version + self._settings.after_steps, self._settings.from_step)
+            self._results.add(group, (due, position + REROLL))
 
     def batch_trained(self, version: Version, last_group: int) -> None:
         self._results.batch_trained(version, last_group)
@@ -211,7 +216,8 @@ class RerollQueue:
         """Prepare for admissions with this `min_version`: queue the re-rolls that they may see."""
         if self._settings is None:
             return
-        self._min_version = min_version
+        if min_version != self._min_version:
+            self._min_version, self._issued = min_version, 0
         for entry in self._results.take(min_version):
             insort(self._waiting, entry)
         excess = max(0, len(self._waiting) - self._settings.max_waiting)
@@ -221,4 +227,5 @@ class RerollQueue:
     def pop(self) -> int:
         """Return the position of the next re-roll. There must be one that is due."""
         assert self.due
+        self._issued += 1
         return self._waiting.pop(0)[1]

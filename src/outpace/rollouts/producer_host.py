@@ -41,6 +41,7 @@ from outpace.runtime.async_tools import gather_or_cancel, run_in_thread
 from outpace.runtime.references import accepted_parameters
 from outpace.tasks.produced import tasks_of
 from outpace.tasks.producers import AsyncDataProducer, call_produce
+from outpace.tasks.registry import names_tasks, open_train
 from outpace.tasks.stream import Round, StreamedTasks
 from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, Ints, Message, Task, Version
 
@@ -301,13 +302,15 @@ def _empty_cache() -> None:
 
 
 def make_producer(given: Any, config: Config) -> Any:
-    """Return the producer: an object as it is, or one that a class or function makes of `config` and
-    `producer.options`."""
+    """Return the producer: an object as it is, or one that a class or function makes of `config`,
+    `producer.options` and, if it takes them as `prompt_dataset`, the tasks that the config names."""
     if not isinstance(given, type) and hasattr(given, "produce"):
         return given
     options = dict(config.producer.options)
     if "config" in accepted_parameters(given, {"config"}):
         options.setdefault("config", config.producer)
+    if names_tasks(config):
+        options.setdefault("prompt_dataset", open_train(config))
     producer = given(**options)
     own = getattr(producer, "config", None)
     for key in own.model_fields_set if isinstance(own, ProducerConfig) else ():

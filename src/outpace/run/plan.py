@@ -48,11 +48,19 @@ from outpace.run.objects import (
     registered_for,
 )
 from outpace.runtime import by_value
-from outpace.runtime.references import accepted_parameters, load_function, refuse_while_importing
+from outpace.runtime.references import accepted_parameters, load_function, named_parameters, refuse_while_importing
 from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.producers import AsyncDataProducer
-from outpace.tasks.registry import ReopenedSource, TaskSources, open_heldout, open_sets, open_tasks, open_train
+from outpace.tasks.registry import (
+    ReopenedSource,
+    TaskSources,
+    names_tasks,
+    open_heldout,
+    open_sets,
+    open_tasks,
+    open_train,
+)
 from outpace.tasks.stream import STREAM_FINGERPRINT
 from outpace.types import Task
 
@@ -156,7 +164,10 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         load_function(config.learner.backend, "learner.backend")
     _check_engines(config)
     own_sources = None if produced else _own_sources(config, objects)
-    train, heldout = (None, _heldout_of_produced(config, objects)) if produced else own_sources or open_tasks(config)
+    prompts, heldout = _produced_sources(config, objects) if produced else (None, None)
+    train: TaskSource | None = None
+    if not produced:
+        train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
     stream = train if isinstance(train, TaskStream) else None
     if stream is not None or produced:
@@ -167,7 +178,8 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         "environment": objects.environment,
         "tools": objects.tools or None,
     }
-    first = None if train is None or stream is not None else train[0]
+    known = prompts if produced else None if stream is not None else train
+    first = None if known is None else known[0]
     rewards, graded = check_functions(config, objects.rewards, own, first)
     if not graded and not produced:
         raise BadInput(NOT_GRADED)
@@ -377,10 +389,15 @@ def _own_sources(config: Config, objects: UserObjects) -> TaskSources | None:
     return train, heldout
 
 
-def _heldout_of_produced(config: Config, objects: UserObjects) -> TaskSource | None:
+def _produced_sources(config: Config, objects: UserObjects) -> tuple[TaskSource | None, TaskSource | None]:
+    """Return the tasks that the config names for its producer, and the held-out tasks."""
+    prompts, heldout = open_tasks(config) if names_tasks(config) else (None, None)
+    if isinstance(prompts, TaskStream):
+        raise BadInput("tasks.producer: the tasks of tasks.name are a stream, which has no rows; remove one of the two")
     if objects.eval_tasks is not None:
-        return _as_source(objects.eval_tasks, "eval_tasks", config)
-    return None if config.tasks.eval_path is None else ReopenedSource(open_heldout, config)
+        return prompts, _as_source(objects.eval_tasks, "eval_tasks", config)
+    is_named = config.tasks.eval_path is not None or heldout is not None
+    return prompts, ReopenedSource(open_heldout, config) if is_named else None
 
 
 def _with_producer(config: Config, objects: UserObjects) -> Config:
@@ -396,7 +413,9 @@ def _with_producer(config: Config, objects: UserObjects) -> Config:
                 raise BadInput(f"producer.{name}: there is no producer; set tasks.producer, or leave this out")
         return config
     key = "tasks.producer" if objects.producer is None else "producer"
-    for name, other in (("tasks", objects.tasks), ("tasks.name", config.tasks.name), ("tasks.path", config.tasks.path)):
+    takes_tasks = callable(producer) and "prompt_dataset" in named_parameters(producer, {"prompt_dataset"})
+    named = {} if takes_tasks else {"tasks.name": config.tasks.name, "tasks.path": config.tasks.path}
+    for name, other in (named | {"tasks": objects.tasks}).items():
         if other is not None:
             raise BadInput(f"{key}: {name} is also set; remove one of the two")
     if not callable(getattr(producer, "produce", producer if callable(producer) else None)):
@@ -408,6 +427,8 @@ def _with_producer(config: Config, objects: UserObjects) -> Config:
     options = dict(config.producer.options)
     if "config" in accepted_parameters(producer, {"config"}):
         options.setdefault("config", config.producer)
+    if takes_tasks and names_tasks(config):
+        options.setdefault("prompt_dataset", ())
     try:
         inspect.signature(producer).bind(**options)
     except TypeError as error:
@@ -445,10 +466,11 @@ def _check_stream(config: Config, produced: bool) -> None:
         raise BadInput("producer.async_prefetch: what is produced in the background depends on timing; turn this off")
     if config.run.epochs not in (None, 1):
         raise BadInput(f"run.epochs: {why}which is used once; set 1 to train until it ends, or set run.steps")
-    if config.tasks.limit is not None:
+    if config.tasks.limit is not None and not names_tasks(config):
         end = "which producer.max_rollouts ends" if produced else "which ends when it returns None"
         raise BadInput(f"tasks.limit: {why}{end}; leave this out")
-    for section, key in (("eval", "holdout"), ("tasks", "shuffle"), ("tasks", "duplicate_ids")):
+    of_tasks = () if names_tasks(config) else (("eval", "holdout"), ("tasks", "duplicate_ids"))
+    for section, key in (*of_tasks, ("tasks", "shuffle")):
         default = type(getattr(config, section)).model_fields[key].default
         if produced and getattr(getattr(config, section), key) != default:
             raise BadInput(f"{section}.{key}: has no effect, because {why.removesuffix(', ')}; leave this out")

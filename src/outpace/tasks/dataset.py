@@ -16,10 +16,11 @@ import os
 import re
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from hashlib import blake2b
-from itertools import repeat
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -51,6 +52,21 @@ class Table(Protocol):
     def column_names(self) -> list[str]: ...
 
     def __getitem__(self, column: str, /) -> Iterable[Any]: ...
+
+
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""Prompt of a task whose environment gives the prompt."""
+
+
+def sized_rows(dataset: Any, environment: object | None) -> Any:
+    """Return the rows of a dataset, None if it has no length. With an environment, rows may lack a prompt."""
+    if isinstance(dataset, Mapping):
+        raise BadInput(f"eval_dataset: {', '.join(map(str, dataset))}: several datasets are not supported; pass one")
+    if not hasattr(dataset, "__len__"):
+        return None
+    if environment is None or not len(dataset) or "prompt" in dataset[0]:
+        return dataset
+    return [{"prompt": EMPTY_PROMPT, **row} for row in dataset]
 
 
 class Dataset:
@@ -189,6 +205,22 @@ class TaskSubset:
         return content_digest(self._source, self._indices[indices])
 
 
+class JoinedRows:
+    """The rows of several sources, one after the other, each passed through a function when it is read."""
+
+    def __init__(self, parts: Sequence[tuple[Rows, Callable[[Any], Any]]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(len(rows) for rows, _ in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        part = bisect_right(self._ends, index)
+        rows, function = self._parts[part]
+        return function(rows[index - self._ends[part] + len(rows)])
+
+
 def _hash(name: str) -> int:
     """Return a hash that is the same on every machine and in every process, unlike the built-in `hash`."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
@@ -273,20 +305,24 @@ def open_dataset(
     setting: str = "tasks.path",
 ) -> Dataset:
     """Open the dataset at `path`. Every error is a one-line `BadInput` that starts with `setting`."""
+    rows = open_rows(path, split=split, limit=limit, setting=setting)
+    return Dataset(
+        rows,
+        Path(path).stem,
+        limit=limit,
+        duplicate_ids=duplicate_ids,
+        setting=setting,
+        locate=rows.locate if isinstance(rows, JsonlRows) else "row {}".format,
+        source=path,
+    )
+
+
+def open_rows(path: str, *, split: str = "train", limit: int | None = None, setting: str = "tasks.path") -> Rows:
+    """Open the rows at `path`, which may have any columns."""
     file = Path(path).expanduser()
     if file.suffix in JSONL_SUFFIXES:
-        lines = JsonlRows(file, limit, setting)
-        return Dataset(
-            lines,
-            file.stem,
-            limit=limit,
-            duplicate_ids=duplicate_ids,
-            setting=setting,
-            locate=lines.locate,
-            source=path,
-        )
-    rows = _open_table(path, file, split, setting)
-    return Dataset(rows, file.stem, limit=limit, duplicate_ids=duplicate_ids, setting=setting, source=path)
+        return JsonlRows(file, limit, setting)
+    return _open_table(path, file, split, setting)
 
 
 class JsonlRows:

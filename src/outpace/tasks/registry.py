@@ -38,10 +38,15 @@ def is_package_task(name: str) -> bool:
 
 def open_tasks(config: Config) -> TaskSources:
     """Return the training tasks and the held-out tasks that the config names."""
-    if config.tasks.producer is not None:
+    if config.tasks.producer is not None and not names_tasks(config):
         raise BadInput("tasks.producer: a producer gives tasks only while a run trains; set tasks.name or tasks.path")
     train, heldout = _open_path(config) if config.tasks.path is not None else _open_name(config)
     return train, heldout if config.tasks.eval_path is None else open_heldout(config)
+
+
+def names_tasks(config: Config) -> bool:
+    """Return whether the config names tasks, for the run itself or for its producer."""
+    return config.tasks.name is not None or config.tasks.path is not None
 
 
 def is_task_name(text: str) -> bool:
@@ -76,8 +81,11 @@ def open_train(config: Config) -> TaskSource:
 
 
 def open_heldout(config: Config) -> TaskSource:
-    """Return the tasks of `tasks.eval_path`."""
-    assert config.tasks.eval_path is not None
+    """Return the tasks of `tasks.eval_path`, or those that are held out of the tasks that the config names."""
+    if config.tasks.eval_path is None:
+        heldout = open_tasks(config)[1]
+        assert heldout is not None
+        return heldout
     return open_dataset(
         config.tasks.eval_path,
         split=config.tasks.eval_split,

@@ -41,15 +41,19 @@ def value_of(args: Any, name: str, default: Any = None) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) -> tuple[Settings, Schedule]:
+def translate(
+    args: Any, rows: int | None, known: frozenset[str] = frozenset(), refused: dict[str, str] | None = None
+) -> tuple[Settings, Schedule]:
     """Return the settings, without the overrides in `args.outpace`, and the schedule.
 
-    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself."""
+    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself. `refused`:
+    gets the fields that cannot be used, with the reasons, for the caller to `refuse`."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
     if generation and args.generation_batch_size != generation * args.per_device_train_batch_size:
         raise BadInput("generation_batch_size: must be per_device_train_batch_size times steps_per_generation")
     schedule = Schedule.of(args, rows, args.num_generations, generation, passes)
-    refused = dict(_refused_fields(args, known))
+    reasons = {} if refused is None else refused
+    reasons |= _refused_fields(args, known)
     found: Settings = {
         **{EQUIVALENTS[name].settings[0]: value_of(args, name) for name in DIRECT},
         "pacing.groups_per_step": schedule.groups,
@@ -58,11 +62,12 @@ def translate(args: Any, rows: int | None, known: frozenset[str] = frozenset()) 
         "run.steps": schedule.max_steps // schedule.updates,
     }
     for part in (_run, _model, _sampling, _optimizer, _engine, _algorithm):
-        found |= part(args, refused.setdefault)
+        found |= part(args, reasons.setdefault)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
     if value_of(args, "lr_scheduler_type") != "constant":
         found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
-    refuse(refused)
+    if refused is None:
+        refuse(reasons)
     return {key: value for key, value in found.items() if value is not None}, schedule
 
 
@@ -199,10 +204,7 @@ def _algorithm(args: Any, refuse: Refuse) -> Settings:
     if loss not in AGGREGATIONS:
         refuse("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
     if by_sequence and (loss in ("cispo", "sapo", "vespo") or args.delta is not None):
-        refuse(
-            "importance_sampling_level",
-            "a sequence ratio needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta",
-        )
+        refuse("importance_sampling_level", "sequence needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta")
     if args.beta and args.sync_ref_model and args.ref_model_mixup_alpha != 1.0:
         refuse("ref_model_mixup_alpha", "the reference is replaced, not mixed; set it to 1.0")
     own = {
@@ -210,7 +212,8 @@ def _algorithm(args: Any, refuse: Refuse) -> Settings:
         "sapo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:5] == "sapo_"},
         "vespo": {EQUIVALENTS[name].settings[0]: value for name, value in vars(args).items() if name[:6] == "vespo_"},
     }.get(loss, {**clip, "policy_loss.dual_clip": args.delta})
-    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    is_apart = args.use_vllm or value_of(args, "async_prefetch", False)  # sampler and learner differ
+    corrected = is_apart and args.vllm_importance_sampling_correction
     combined = args.multi_objective_aggregation == "normalize_then_sum"
     return {
         "pacing.max_lag": 0,

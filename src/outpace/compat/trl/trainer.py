@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import TrainOutput
 
 from outpace.compat.trl.config import AsyncGRPOConfig, GRPOConfig, TrainingConfig
-from outpace.compat.trl.settings import refuse, translate
+from outpace.compat.trl.settings import Settings, refuse, translate
 from outpace.config.load import combine, flatten
 from outpace.errors import BadInput, ComponentFailed
 from outpace.learner.optimizer import optimizer_settings
 from outpace.models.loading import resolve_model
 from outpace.models.lora import lora_settings
-from outpace.monitoring.transformers_callbacks import TransformersCallbacks
+from outpace.monitoring.transformers_callbacks import Schedule, TransformersCallbacks
 from outpace.rewards.reward_model import trl_rewards
 from outpace.runtime.cleanup import temporary_directory
+from outpace.tasks.dataset import EMPTY_PROMPT, sized_rows
 from outpace.tasks.producers import RolloutFunctionProducer
 from outpace.trainer import Trainer
-
-EMPTY_PROMPT = [{"role": "user", "content": ""}]  # of an environment that gives the prompt itself
 
 
 class GRPOTrainer:
@@ -64,21 +63,20 @@ class GRPOTrainer:
         elif not isinstance(model, str) and processing_class is None:
             self.processing_class = AutoTokenizer.from_pretrained(name)
         self._given, self._adapter = model, peft_config is not None
-        tasks, heldout = (self._rows(each, environment_factory) for each in (train_dataset, eval_dataset))
-        settings, schedule = translate(self.args, None if tasks is None else len(tasks))
+        tasks, heldout = (sized_rows(each, environment_factory) for each in (train_dataset, eval_dataset))
+        settings, schedule = self._settings(None if tasks is None else len(tasks))
         settings |= optimizer_settings(optimizers[0])
         if peft_config is not None:
             settings |= lora_settings(peft_config, lambda: resolve_model(name))
         if tasks is None:  # no dataset, or one without a length: as many rows as the run needs
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
-        if rollout_func is None:
-            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
-        settings |= {"eval.count": count} | ({"tasks.shuffle": True} if rollout_func else {})
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
-        produced = None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
+        produced = self._producer(rollout_func, tasks)
+        own = {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"} if produced is None else {"tasks.shuffle": True}
+        settings |= {"eval.count": count, **own}
         self._trainer = Trainer(
             model,
             None if produced else tasks,
@@ -93,14 +91,12 @@ class GRPOTrainer:
             quiet=bool(self.args.disable_tqdm),
         )
 
-    @staticmethod
-    def _rows(dataset: Any, environment: Any) -> Any:
-        """Return the rows of a dataset, None if their number is unknown."""
-        if isinstance(dataset, Mapping):
-            raise BadInput("eval_dataset: several datasets are not supported; pass one")
-        if not hasattr(dataset, "__len__") or environment is None or "prompt" in dataset[0]:
-            return dataset if hasattr(dataset, "__len__") else None
-        return [{"prompt": EMPTY_PROMPT, **row} for row in dataset]
+    def _settings(self, rows: int | None) -> tuple[Settings, Schedule]:
+        return translate(self.args, rows)
+
+    def _producer(self, rollout_func: Callable[..., Any] | None, tasks: Any) -> Any:
+        """Return what gives the tasks or rollouts of each round, None if the run takes the tasks as they are."""
+        return None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
 
     def __getattr__(self, name: str) -> Any:
         owners = dict.fromkeys(("state", "control"), "_events")
