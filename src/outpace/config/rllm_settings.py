@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-import yaml
-
 from outpace.errors import BadInput, one_line
 from outpace.registry import TRACKERS
 
@@ -213,6 +211,8 @@ class Translated(NamedTuple):
 def translate(values: Mapping[str, Any] | Sequence[str]) -> Translated:
     """`values` is a mapping, or a list such as `["rllm.rollout.n=8"]`."""
     if not isinstance(values, Mapping):
+        import yaml  # slow to import
+
         values = {name: yaml.safe_load(text) for name, _, text in (each.partition("=") for each in values)}
     given = {MIRRORED.get(name, name): value for name, value in flatten(values) if value is not None}
     problems = [problem for name, value in given.items() if (problem := _problem(name, value))]
