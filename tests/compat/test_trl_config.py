@@ -53,6 +53,11 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
     assert page == script["generate"](page), "run python scripts/trl_docs.py"
 
 
+def test_values_that_switch_a_limit_off_are_accepted() -> None:
+    settings, _ = translate(GRPOConfig("run", top_k=-1, top_p=None, max_grad_norm=None), 16)
+    assert settings["learner.max_grad_norm"] > 1e3
+
+
 @pytest.mark.parametrize("config", [GRPOConfig, AsyncGRPOConfig])
 def test_the_defaults_make_a_valid_config(config: Any) -> None:
     settings, _ = translate(config("runs/x"), 100)

@@ -16,6 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -139,7 +140,9 @@ class TransformersCallbacks(Callback):
                 raise BadInput(f"callbacks: {one_line(repr(each), 60)} is not a transformers.TrainerCallback")
         self.args = args
         make_handler: Any = CallbackHandler  # untyped
-        self.handler = make_handler([DefaultFlowCallback, *callbacks], model, tokenizer, None, None)
+        module = None if isinstance(model, str) else model
+        self.handler = make_handler([DefaultFlowCallback, *callbacks], module, tokenizer, None, None)
+        self.accelerator = SimpleNamespace(print=print, is_main_process=True, num_processes=1, process_index=0)
         self.control, self.state = TrainerControl(), TrainerState()
         self.schedule = schedule
         self.eval_batches = 0  # calls of on_prediction_step of an evaluation; 0: nothing is held out
@@ -151,9 +154,13 @@ class TransformersCallbacks(Callback):
         self._losses: list[float] = []
         self._call("on_init_end")
 
+    def is_world_process_zero(self) -> bool:
+        return True
+
     # ------------------------------------------------------------------------------------------------ events of a run
 
     def on_run_start(self, info: Mapping[str, Any]) -> None:
+        self.error = None
         self._flow = self._training(info["version"], time.time())
         self._awaits = self._advance(None)
 
