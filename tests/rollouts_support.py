@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from outpace.config import Config
 from outpace.config.algorithm import AdvantageConfig, FilterConfig
@@ -21,12 +21,17 @@ from outpace.types import FinishedGroup, GroupRecord, JournalLocation
 
 
 def rollout_config(
-    *, system: str | None = None, seed: int = 11, stop_strings: tuple[str, ...] = ("\n",), **changes: Any
+    *,
+    system: str | None = None,
+    seed: int = 11,
+    stop_strings: tuple[str, ...] = ("\n",),
+    text_prompts: Literal["message", "verbatim"] = "message",
+    **changes: Any,
 ) -> Config:
     """A resolved config; `changes` are settings of `[rollout]`."""
     values = {"max_tokens": 16, "temperature": 0.5, "timeout_s": 60.0, "stop": list(stop_strings)}
     return Config(
-        model=ModelConfig(system_prompt=system),
+        model=ModelConfig(system_prompt=system, text_prompts=text_prompts),
         run=RunConfig(seed=seed),
         rollout=RolloutConfig(**(values | changes)),
         rewards=RewardsConfig(timeout_s=60.0),

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from outpace.checkpoint.commit import begin, commit
 from outpace.checkpoint.export import export
+from outpace.checkpoint.hub import upload
 from outpace.errors import BadInput, CorruptData
 from support import write_resolved
 
@@ -139,3 +141,16 @@ def test_a_failed_export_leaves_nothing_behind(run: Path, source: Path, tmp_path
     with pytest.raises(BadInput, match=r"config\.json"):
         export(run, tmp_path / "exports" / "out")
     assert os.listdir(tmp_path / "exports") == []
+
+
+def test_an_upload_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Unreachable:
+        def __init__(self, token: str | None) -> None: ...
+
+        def create_repo(self, *arguments: Any, **options: Any) -> None:
+            raise OSError("no route\nto the hub")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Unreachable)
+    with pytest.raises(BadInput, match=r"^push_to_hub: .*me/model") as failed:
+        upload(tmp_path, "me/model")
+    assert "\n" not in str(failed.value)

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import outpace
+from compat.heldout import EXAMPLES, heldout_reward
 from compat.recorded_script import CASES, rows
 from outpace.compat.trl import GRPOConfig, GRPOTrainer
 from outpace.errors import BadInput
@@ -21,7 +22,6 @@ from outpace.rewards.builtin import countdown
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL: dict[str, Any] = {
     "num_generations": 4,
     "per_device_train_batch_size": 8,
@@ -60,22 +60,9 @@ def test_the_documented_script_raises_the_heldout_reward(tmp_path: Path) -> None
     assert after - before >= 0.2
 
 
-def test_the_documented_asynchronous_script_raises_the_heldout_reward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_documented_asynchronous_script_raises_the_heldout_reward(tmp_path: Path) -> None:
     run_script(EXAMPLES / "trl_async_grpo.py", directory=tmp_path)
-    monkeypatch.syspath_prepend(str(EXAMPLES))
     assert heldout_reward(tmp_path / "runs" / "trl-async-grpo" / "model") - heldout_reward("starter") >= 0.2
-
-
-def heldout_reward(model: str | Path) -> float:
-    from trl_grpo import puzzles, solved
-
-    config = {"eval.count": 256, "rollout.max_tokens": 32}
-    tasks = puzzles("heldout", 256)
-    reward = outpace.Trainer(model, tasks, [solved], config, eval_tasks=tasks, quiet=True).evaluate().reward
-    assert reward is not None
-    return reward
 
 
 class Steps(TrainerCallback):  # type: ignore[misc]

@@ -96,3 +96,9 @@ def test_every_version_is_published_while_the_current_lag_is_too_small_for_every
     settings = replace(PLAIN, publish_every=3, max_lag=4, steps=None)
     assert [version for version in range(7) if settings.is_published(version, lag=2)] == [0, 3, 6]
     assert all(settings.is_published(version, lag) for version in range(7) for lag in (0, 1))
+
+
+def test_evaluations_at_the_ends_can_be_turned_off() -> None:
+    settings = replace(PLAIN, steps=7, eval_every=3, eval_enabled=True, eval_start=False, eval_end=False)
+    assert [version for version in range(8) if settings.is_evaluated(version)] == [3, 6]
+    assert [settings.newest_evaluated(version) for version in (0, 2, 5, 7)] == [-1, -1, 3, 6]

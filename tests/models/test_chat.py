@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput, RequestFailed
 from outpace.models.chat import PLACEHOLDER, Bridge, as_messages, as_text, bridge, render
+from outpace.models.loading import load_tokenizer
 
 TEMPLATE = """\
 {%- if tools %}{{- '[tools]' + (tools | tojson) + '[/]' }}{%- endif %}
@@ -185,3 +186,13 @@ def test_messages_passed_in_are_not_modified() -> None:
     bridge(TOKENIZER, history, PLACEHOLDER, reply_messages)
     as_messages(history, "be kind")
     assert (history, reply_messages) == before
+
+
+def test_arguments_of_the_template_are_its_variables() -> None:
+    plain, given = (
+        load_tokenizer("starter"),
+        load_tokenizer("starter", template_arguments={"loud": True, "name": 'a"b'}),
+    )
+    template = "{{ messages[0].content }}{% if loud %}!{% endif %}{{ name }}"
+    given.chat_template = str(given.chat_template).replace(str(plain.chat_template), template)
+    assert given.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == 'hi!a"b'

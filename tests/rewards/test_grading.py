@@ -12,7 +12,9 @@ import pytest
 from outpace.errors import RewardFailed
 from outpace.monitoring.metric_table import MetricLog, collecting
 from outpace.rewards import grading
+from outpace.rewards.functions import with_all_arguments
 from outpace.rewards.grading import GradedCompletion, grade
+from outpace.rewards.registry import isolated_sources
 from support import naming
 
 Function = Callable[..., Any]
@@ -351,3 +353,42 @@ async def test_changes_to_a_message_by_one_function_are_invisible_to_others() ->
         (graded,) = await grade(functions, None, ["?"], [completion], {}, 60.0)
         assert graded.parts["reader"] == 1.0
     assert completion[0]["content"] == "4"
+
+
+# ---------------------------------------------------------------------------------------------------- arguments of TRL
+
+STATE = {"global_step": 4, "max_steps": 8, "epoch": 0.5, "num_train_epochs": 1}
+
+
+def progress(completions: list[str], trainer_state: Any) -> list[float]:
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+def everything(completions: list[str], **kwargs: Any) -> list[float]:
+    assert {"completion_ids", "trainer_state", "log_metric", "log_extra"} <= set(kwargs)
+    return [float(sum(ids)) for ids in kwargs["completion_ids"]]
+
+
+async def everything_later(completions: list[str], **kwargs: Any) -> list[float]:
+    return everything(completions, **kwargs)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+async def test_functions_get_the_progress_of_the_run_as_one_object(isolated: bool) -> None:
+    functions = [("progress", progress)]
+    pool = grading.GraderPool(isolated_sources(functions)) if isolated else None
+    try:
+        on_request = {"trainer_state": [STATE] * 2}
+        graded = await grade(functions, None, ["p"] * 2, ["c"] * 2, {}, 60.0, pool, None, on_request)
+    finally:
+        if pool is not None:
+            await pool.close()
+    assert [each.total for each in graded] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("function", [everything, everything_later])
+async def test_a_function_of_a_trl_script_finds_all_arguments_in_its_kwargs(function: Any) -> None:
+    functions = [("everything", with_all_arguments(function))]
+    on_request = {"trainer_state": [STATE] * 2, "completion_ids": [[1, 2], [3]]}
+    graded = await grade(functions, None, ["p"] * 2, ["c"] * 2, {}, 60.0, None, None, on_request)
+    assert [each.total for each in graded] == [3.0, 3.0]

@@ -460,3 +460,17 @@ async def test_a_finished_episode_is_freed_without_a_garbage_collection(make_eng
         assert gone() is None
     finally:
         gc.enable()
+
+
+async def test_a_prompt_that_is_text_may_be_sampled_from_as_it_is(
+    tokenizer: Any, make_engine: Any, make_client: Any
+) -> None:
+    engine = make_engine(["4", "5"])
+    client: PolicyClient = make_client(engine, text_prompts="verbatim")
+    await client.sample("2+2=")
+    (sent,) = engine.prompts.values()
+    assert sent == tokenizer.encode("2+2=")
+    await client.conversation().sample([HI])
+    assert [*engine.prompts.values()][1] == tokenizer.encode(
+        tokenizer.apply_chat_template([HI], tokenize=False, add_generation_prompt=True)
+    )

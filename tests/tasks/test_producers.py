@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import outpace
 from outpace.errors import BadInput
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.tasks.produced import tasks_of
+from outpace.tasks.producers import RolloutFunctionProducer
 from outpace.tasks.stream import StreamedTasks
 from outpace.types import OBSERVED, Episode, GroupReport, Task, Trajectory
 from support import examples, naming
@@ -552,3 +554,44 @@ def test_episodes_are_read_from_the_journal_bit_for_bit(tmp_path_factory: pytest
 def test_arrays_outside_of_episodes_are_rejected_because_reading_would_change_them(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=naming("t0")):
         StreamedTasks(tmp_path / "tasks.jsonl").append(Task("t0", "p", {"x": np.zeros(2, np.float32)}))
+
+
+def test_columns_that_differ_between_attempts_are_given_as_extra() -> None:
+    rows = [attempt(prompt="b", extra={"score": number}) for number in range(2)]
+    (task,) = tasks_of(rows, 0, 4)
+    assert [episode.extra for episode in task.episodes] == [{"score": 0}, {"score": 1}]
+
+
+def test_a_rollout_function_gets_every_prompt_as_often_as_it_is_sampled() -> None:
+    args = SimpleNamespace(
+        num_generations=2,
+        generation_batch_size=4,
+        per_device_train_batch_size=4,
+        steps_per_generation=1,
+        shuffle_dataset=False,
+        seed=0,
+    )
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        assert trainer.state.global_step == 3
+        ids = [[number] for number in range(len(prompts))]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": ids,
+            "logprobs": [[-0.5]] * 4,
+            "seen": prompts,
+            "env_mask": [[1]] * 4,
+        }
+
+    rows = [{"prompt": name, "answer": name.upper()} for name in "abc"]
+    produced = RolloutFunctionProducer(rollout, args, rows).produce(None, 3, round=0)
+    assert [(row["prompt"], row["group"], row["extra"], row["answer"]) for row in produced] == [
+        ("a", 0, {"seen": "a"}, "A"),
+        ("a", 0, {"seen": "a"}, "A"),
+        ("b", 1, {"seen": "b"}, "B"),
+        ("b", 1, {"seen": "b"}, "B"),
+    ]
+    assert produced[3]["tool_mask"] == [1]
+    short = RolloutFunctionProducer(lambda *given: {**rollout(*given), "logprobs": []}, args, rows)
+    with pytest.raises(BadInput, match=r"rollout_func: .*logprobs"):
+        short.produce(None, 3, round=0)

@@ -84,9 +84,10 @@ def with_progress(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_all_arguments(function: F) -> F:
-    """Return a reward function that also gets, in its `**kwargs`, what is otherwise passed only by name, as in TRL."""
+    """Return a reward function that also gets, in its `**kwargs`, what is otherwise passed only by name, as in TRL.
+    Functions without `**kwargs` and those of outpace are returned as they are."""
     kinds = {each.kind for each in inspect.signature(function).parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds or is_evaluator(function):
+    if inspect.Parameter.VAR_KEYWORD not in kinds or str(function.__module__).startswith("outpace.rewards."):
         return function
 
     def call(completion_ids: Any, trainer_state: Any, log_metric: Any, log_extra: Any, **columns: Any) -> Any:
