@@ -65,10 +65,7 @@ def translate(
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
     if value_of(args, "lr_scheduler_type") != "constant":
         found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
-    if refused is None:
-        refuse(found_here)
-    else:
-        refused |= found_here
+    (refuse if refused is None else refused.update)(found_here)
     return {key: value for key, value in found.items() if value is not None}, schedule
 
 
