@@ -86,6 +86,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python scripts/configuration_docs.py
 	$(BIN)/python scripts/metric_docs.py
+	$(BIN)/python scripts/trl_docs.py
+	$(BIN)/python scripts/rllm_docs.py
 
 # As `check`, but changes nothing.
 lint: $(STAMP)
@@ -94,6 +96,8 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python scripts/configuration_docs.py --check
 	$(BIN)/python scripts/metric_docs.py --check
+	$(BIN)/python scripts/trl_docs.py --check
+	$(BIN)/python scripts/rllm_docs.py --check
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -54,6 +54,7 @@ NO_TORCH = (
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 70
+MAX_LAYER_LINES = 600
 
 
 @cache
@@ -147,6 +148,12 @@ def test_files_and_functions_stay_readable_in_length() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     too_long.append(f"{path.relative_to(SOURCE)}: {node.name}, {lines} lines")
     assert too_long == []
+
+
+def test_layers_for_other_libraries_stay_thin() -> None:
+    for layer in [path for path in (SOURCE / "compat").iterdir() if path.suffix != ".py" and list(path.glob("*.py"))]:
+        lines = sum(path.read_text().count("\n") for path in layer.rglob("*.py"))
+        assert lines < MAX_LAYER_LINES, layer.name
 
 
 def test_the_controller_uses_protocols_not_concrete_engines_learners_or_workers() -> None:

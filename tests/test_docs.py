@@ -18,10 +18,12 @@ from outpace import cli, errors
 from outpace.algorithms import ADVANTAGES, MASKS, NORMALIZERS, POLICY_LOSSES
 from outpace.algorithms.corrections import RATIO_BINS
 from outpace.algorithms.registry import Aggregation, Credit, OldPolicy
+from outpace.compat import rllm
 from outpace.config.algorithm import weight_settings
 from outpace.config.load import FIELDS, KNOWN, SECTIONS, make_config, parse_arguments
 from outpace.config.other_libraries import RENAMED
 from outpace.config.presets import PRESETS
+from outpace.config.rllm_settings import MIRRORED, SAME
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.metric_table import BUILT_IN
 from outpace.registry import REGISTRIES
@@ -40,6 +42,9 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml")
 """Suffixes that follow a section's name without being a setting: `model.safetensors`, `run.lock`."""
+
+RLLM = {".".join(name.split(".")[:2]) for names in (SAME, MIRRORED) for name in names}
+"""Settings of rLLM, whose page lists them."""
 
 KEY = re.compile(rf"(?<![\w./-])(?:--)?({'|'.join(SECTIONS)})\.(\w+)\b")
 
@@ -106,6 +111,7 @@ def test_every_documented_setting_exists(name: str) -> None:
     code = [*spans(name), *(body for _, body in FENCE.findall(text_of(name)))]
     named = [match for text in code for match in KEY.findall(text) if match[1] not in FILE_ENDINGS]
     unknown = {f"{section}.{key}" for section, key in named} - (set(KNOWN) | simulated_settings(name))
+    unknown -= RLLM if name == "docs/from_rllm.md" else set()
     refused = {"pacing.maxlag"}  # shown as an example of what is refused
     own = {"policy_loss.floor", "correction.longest"}  # of functions in examples
     assert unknown <= refused | own | set(RENAMED)
@@ -140,6 +146,12 @@ def test_the_metrics_page_is_up_to_date_and_has_a_row_for_every_metric() -> None
     assert page == script["generate"](), "run python scripts/metric_docs.py"
     assert set(BUILT_IN) <= set(spans("docs/metrics.md"))
     assert all(metric.meaning and metric.source for metric in BUILT_IN.values())
+
+
+def test_the_table_of_rllms_settings_is_up_to_date_and_its_page_lists_every_name() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "rllm_docs.py"))
+    assert text_of("docs/from_rllm.md") == script["generate"](), "run python scripts/rllm_docs.py"
+    assert set(rllm.__all__) <= set(re.findall(r"\w+", text_of("docs/from_rllm.md")))
 
 
 def test_help_lists_every_built_in_loss_estimator_normalizer_and_mask() -> None:

@@ -107,6 +107,12 @@ def test_each_role_has_its_own_baseline() -> None:
     assert lists(found) == [[2.0], [-2.0], [-5.0], [-1.0], [1.0], [5.0]]
 
 
+def test_trajectories_with_the_same_attempt_number_count_once() -> None:
+    first, second = {"role": "solver", "reward": 2.0, "attempt": 0}, {"role": "solver", "reward": 1.0, "attempt": 1}
+    rows = [row(1, **first), row(1, **first), row(1, **second), row(1, role="solver", reward=0.0, episode=1)]
+    assert lists(group_advantages(rows, [0.0, 0.0], [], using())) == [[1.0], [1.0], [0.0], [-1.0]]
+
+
 def test_trajectories_of_a_role_without_their_own_rewards_are_one_attempt_per_episode() -> None:
     rows = [row(1, role="solver"), row(1, role="solver"), row(1, role="solver", episode=1), row(1, role="judge")]
     found = group_advantages(rows, [1.0, 0.0], [], using())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from outpace.config.load import make_config
 from outpace.config.other_libraries import EQUIVALENTS
 from outpace.errors import BadInput
 
+ROOT = Path(__file__).parents[2]
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 
@@ -42,6 +45,12 @@ def test_a_config_of_trl_itself_gives_the_same_settings(tmp_path: Any) -> None:
     chosen: dict[str, Any] = {"num_generations": 4, "loss_type": "cispo", "epsilon_high": 5.0, "use_cpu": True}
     ours, theirs = (translate(config(str(tmp_path), **chosen), 100) for config in (GRPOConfig, TrlConfig))
     assert ours == theirs
+
+
+def test_the_tables_of_the_page_are_up_to_date() -> None:
+    script = runpy.run_path(str(ROOT / "scripts" / "trl_docs.py"))
+    page = (ROOT / "docs" / "from_trl.md").read_text()
+    assert page == script["generate"](page), "run python scripts/trl_docs.py"
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, AsyncGRPOConfig])

@@ -14,6 +14,7 @@ import pytest
 
 from outpace.errors import ComponentFailed, RequestFailed
 from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.transcript import EpisodePart
 from outpace.types import Answer, Message, Trajectory
 from support import naming
 
@@ -130,6 +131,27 @@ async def test_two_continuations_of_one_answer_train_it_once(make_engine: Any, m
     prefix = [int(token) for token in other.tokens]
     assert first.tokens.tolist() == prefix[first.prompt_tokens : first.prompt_tokens + len(first.tokens)]
     assert client.breaks == 0
+
+
+async def test_parts_of_an_episode_are_trained_once_each_with_their_own_role_and_reward(
+    make_engine: Any, make_client: Any
+) -> None:
+    client: PolicyClient = make_client(make_engine(["one", "two", "three", "four"]))
+    first = await client.chat([HI])
+    second = await client.chat([HI, first.message, MORE])
+    third = await client.chat([MORE])
+    await client.chat([{"role": "user", "content": "unused"}])
+    solver = EpisodePart([first.request_id, third.request_id], "solver", 1.0)
+    judge = EpisodePart([first.request_id, second.request_id], "judge", 0.5)
+    rows = client.trajectories([solver, judge])
+    assert [(row.role, row.reward, row.attempt) for row in rows] == [
+        ("solver", 1.0, 0),
+        ("solver", 1.0, 0),
+        ("judge", 0.5, 1),
+    ]
+    assert [trained(row) for row in rows] == [answer.tokens.tolist() for answer in (first, third, second)]
+    with pytest.raises(ValueError, match=r"7\.0\.9"):
+        client.trajectories([EpisodePart(["7.0.9"], "solver")])
 
 
 async def test_identical_answers_to_identical_prompts_are_continued_separately(

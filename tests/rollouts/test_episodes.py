@@ -198,6 +198,29 @@ async def test_an_exception_fails_the_episode(client: PolicyClient, error: BaseE
     assert episode.stop == "error"
 
 
+async def test_a_rollout_that_raises_runs_again_and_only_its_last_attempt_is_trained_on(
+    make_engine: Any, make_client: MakeClient
+) -> None:
+    client = make_client(make_engine(["first", "second", "third"]))
+    calls = 0
+
+    async def third_time_lucky(task: Task, client: ModelClient) -> None:
+        nonlocal calls
+        calls += 1
+        await client.sample(task.prompt)
+        client.reward(float(calls), role="policy")
+        if calls < 3:
+            raise ValueError("no")
+
+    assert (await run_episode(third_time_lucky, TASK, client, 60.0, retries=1)).error == "ValueError: no"
+    client, calls = make_client(make_engine(["first", "second", "third"])), 0
+    episode = await run_episode(third_time_lucky, TASK, client, 60.0, retries=2)
+    (kept,) = episode.trajectories
+    assert client.decode(kept.tokens[kept.mask].tolist()) == "third"
+    assert kept.reward == 3.0
+    assert client.sampled + client.abandoned == len("firstsecondthird")
+
+
 async def test_tokens_of_a_failed_episode_are_still_counted(client: PolicyClient) -> None:
     episode = await run(raising(ValueError("no")), client)
     assert sum(int(trajectory.mask.sum()) for trajectory in episode.trajectories) == len("hello") + 1

@@ -217,6 +217,17 @@ def test_what_a_blocking_callback_requests_happens_at_the_step_it_has_seen(endle
     assert [step for step, _ in requests.checkpoints] == [2, 3]
 
 
+@pytest.mark.parametrize("event", ["on_batch_end", "on_policy_updated", "on_checkpoint"])
+def test_a_blocking_callback_that_raises_ends_the_run_with_its_traceback(endless: Settings, event: str) -> None:
+    def raises(*arguments: Any) -> None:
+        raise ZeroDivisionError("a bug of the callback")
+
+    callback = type("Raises", (api.Callback,), {"blocking": True, event: raises})()
+    with pytest.raises(ComponentFailed, match="a bug of the callback") as caught:
+        api.Trainer(config={**endless, "checkpoint.every": 2}, callbacks=[callback], quiet=True).train()
+    assert "raise ZeroDivisionError" in caught.value.remote_traceback
+
+
 def test_stop_during_start_up_returns_a_summary_of_no_steps(endless: Settings) -> None:
     trainer = api.Trainer(config=endless, quiet=True)
 

@@ -210,7 +210,7 @@ USE: Mapping[str, str] = {
     "checkpoint.every": "ckpt.interval trainer.save_freq save_steps",
     "checkpoint.every (in steps)": "saves_per_epoch save_strategy",
     "checkpoint.keep": "ckpt.keep_last trainer.max_actor_ckpt_to_keep save_total_limit",
-    "checkpoint.keep_best (then `outpace export --best`)": "load_best_model_at_end metric_for_best_model",
+    "checkpoint.keep_best (then `outpace export RUN DIR --best`)": "load_best_model_at_end metric_for_best_model",
     "eval.every": "eval.interval trainer.test_freq eval_steps",
     "eval.every (in steps)": "evals_per_epoch eval_strategy",
     "eval.count": "eval.num_examples data.val_max_samples",

@@ -156,7 +156,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 NO_EFFECT = _by_name({
     "there is one backend": "rllm.backend rllm.algorithm.use_rllm actor_rollout_ref.hybrid_engine",
-    "workflow_class is a workflow, agent_flow is not": "rllm.workflow.use_workflow rllm.workflow.name",
+    "`workflow_class` or `agent_flow` decides": "rllm.workflow.use_workflow rllm.workflow.name",
     "tokens are never rendered again":
         "rllm.gateway.cumulative_token_mode rllm.gateway.renderer_family rllm.filter_token_mismatch "
         "actor_rollout_ref.actor.use_rollout_log_probs",
@@ -166,10 +166,10 @@ NO_EFFECT = _by_name({
         "rllm.async_training.trajectory_group_offload_dir trainer.default_hdfs_dir",
     "every run evaluates before the first step": "rllm.trainer.val_before_train trainer.val_before_train",
     "validation runs beside training": "rllm.data.val_batch_size data.val_batch_size",
-    "prompts are limited by the context, engine.context": "rllm.data.max_prompt_length data.max_prompt_length",
-    "kl.coefficient decides": "actor_rollout_ref.actor.use_kl_loss",
+    "prompts are limited by the context, `engine.context`": "rllm.data.max_prompt_length data.max_prompt_length",
+    "`kl.coefficient` decides": "actor_rollout_ref.actor.use_kl_loss",
     "advantages are those of a trajectory": "rllm.stepwise_advantage.enable",
-    "rllm.rejection_sample.enable is off": "rllm.rejection_sample.min_partial_solve_tasks",
+    "`rllm.rejection_sample.enable` is off": "rllm.rejection_sample.min_partial_solve_tasks",
     "AdamW's epsilon is 1e-8": "training.eps",
     "adapters are merged for engines that need it": "actor_rollout_ref.model.lora.merge",
     "evaluation samples unless its temperature is 0": "actor_rollout_ref.rollout.val_kwargs.do_sample",

@@ -260,21 +260,21 @@ class LearnerCalls:
         steps = {"chunk": "training a chunk of batch", "step": "taking the optimizer step of batch"}
         return None if self._call is None else steps[self._call]
 
-    def next(self, complete: bool) -> TrainChunk | CloseBatch | None:
-        """Return the call to make now, if any. `complete`: the batch gets no more groups."""
+    def next(self, complete: bool) -> list[TrainChunk | CloseBatch]:
+        """Return the call to make now, or []. `complete`: the batch gets no more groups."""
         batch, version = self._batcher.batch, self._batcher.version
         if not self.idle or not batch:
-            return None
+            return []
         if chunk := self._batcher.next_chunk(complete):
             self._call = "chunk"
-            return TrainChunk(version, chunk)
+            return [TrainChunk(version, chunk)]
         if not complete:
-            return None
+            return []
         if self._replay.chosen is None and (replayed := self._replay.choose(len(self._batcher.filled))):
             self._call = "chunk"
-            return TrainChunk(version, replayed, replayed=True)
+            return [TrainChunk(version, replayed, replayed=True)]
         self._call = "step"
-        return CloseBatch(version, tuple(batch), self._replay.chosen or ())
+        return [CloseBatch(version, tuple(batch), self._replay.chosen or ())]
 
     def done(self, call: Literal["chunk", "step"]) -> None:
         assert self._call == call

@@ -161,10 +161,10 @@ class Driver:
         if self._feed is not None:
             self._spawn(self._feed.run())
         try:
-            await self._handle(ev.RunStarted(served))
+            self._handle(ev.RunStarted(served))
             diagnostics.crash_point("controller.started")
             while self._finish is None:
-                await self._handle(await self._next())
+                self._handle(await self._next())
             await self._complete()
         finally:
             await self._cancel_tasks()
@@ -182,12 +182,10 @@ class Driver:
 
     # ------------------------------------------------------------------------------------------------ the loop
 
-    async def _handle(self, event: ev.Event) -> None:
+    def _handle(self, event: ev.Event) -> None:
         self._registry.record(event, self._scheduler.version)
         for action in self._scheduler.handle(event):
             self._carry_out(action)
-            if isinstance(action, ev.PolicyUpdated):
-                await self._recorder.callbacks.handled()  # before the groups that the new version admits
         if isinstance(event, ev.EvaluationDone):
             self._training.evaluated()
         if self._feed is not None:
@@ -273,6 +271,7 @@ class Driver:
                 self._recorder.callbacks.post("on_epoch_end", action.epoch)
             case ev.PolicyUpdated():
                 self._recorder.callbacks.post("on_policy_updated", action.version)
+                self._spawn(self._training.confirm("policy", action.version))
             case ev.Finish():
                 self._finish = action.reason
                 self._training.leave()

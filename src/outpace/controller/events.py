@@ -11,6 +11,8 @@ from typing import Literal
 
 from outpace.types import GroupOrder, Outcome, Version
 
+Confirmable = Literal["step", "checkpoint", "policy"]
+
 # ---------------------------------------------------------------------------------------------------------- events
 
 
@@ -115,9 +117,10 @@ class TasksAdded:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """The callbacks of this step, or of its checkpoint, have returned. Only in runs with `confirm`."""
+    """The callbacks of this step, of its checkpoint or of its weights in the engines have returned. Only in runs with
+    `confirm`."""
 
-    kind: Literal["step", "checkpoint"]
+    kind: Confirmable
     version: Version
 
 

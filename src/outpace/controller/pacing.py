@@ -44,6 +44,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from outpace.config.algorithm import DifficultyConfig, GovernorConfig, ReplayConfig, RerollConfig
+from outpace.controller.events import Confirmable
 from outpace.types import Version
 
 
@@ -196,23 +197,29 @@ class SchedulerSettings:
 
 
 class StepGate:
-    """Decides whether the next batch may be trained: with `confirm`, not before callbacks have seen the last step and
-    its checkpoint. Keeps what callbacks requested meanwhile."""
+    """Decides whether the next batch may be trained, and whether groups may be admitted: with `confirm`, not before the
+    callbacks of the last step, its checkpoint and its weights have returned. Keeps what callbacks requested meanwhile.
+    """
 
     def __init__(self, confirm: bool) -> None:
         self._confirm = confirm
-        self._unconfirmed: list[tuple[str, Version]] = []  # a version may have two checkpoints
+        self._unconfirmed: list[tuple[Confirmable, Version]] = []
         self.requests: set[Literal["checkpoint", "evaluation"]] = set()
 
     @property
     def closed(self) -> bool:
         return bool(self._unconfirmed)
 
-    def wait_for(self, kind: Literal["step", "checkpoint"], version: Version) -> None:
+    @property
+    def admits(self) -> bool:
+        """Whether the callbacks of the newest weights in the engines have returned."""
+        return all(kind != "policy" for kind, _ in self._unconfirmed)
+
+    def wait_for(self, kind: Confirmable, version: Version) -> None:
         if self._confirm:
             self._unconfirmed.append((kind, version))
 
-    def confirm(self, kind: Literal["step", "checkpoint"], version: Version) -> None:
+    def confirm(self, kind: Confirmable, version: Version) -> None:
         self._unconfirmed.remove((kind, version))
 
     def take(self, kind: Literal["checkpoint", "evaluation"]) -> bool:

@@ -19,8 +19,7 @@ What waits for what
 - the learner: it runs one call at a time, in the order given (ChunkTrained, BatchTrained). Publish and Checkpoint need
   no wait: whatever is ordered after them runs after them;
 - an engine: nothing, except for its running groups when draining or in deterministic mode;
-- with `confirm`, the first chunk of a batch: the callbacks of the step before (Confirmed), of its evaluation
-  (EvaluationDone) and of its checkpoint;
+- with `confirm`, a new batch: the callbacks of the step before, of its evaluation and its checkpoint (Confirmed);
 - an evaluation: its version to be published and the running evaluation to finish (EvaluationDone);
 - the end of the run: the learner, publications and evaluations. A requested stop does not wait for evaluations.
 
@@ -161,7 +160,9 @@ class Scheduler:
 
     @property
     def demand(self) -> TaskDemand:
-        starved = self._started and self._ledger.left == 0 and not self.running and self._learner.idle
+        starved = (
+            self._started and self._ledger.left == 0 and not self.running and self._learner.idle and not self._held
+        )
         on_policy = not self._publishing and self._publisher.all_newest
         needed = self._pacing.needs_tasks(self._load)
         return TaskDemand(self._ledger.cursor, self._ledger.oldest_open, starved, on_policy, needed)
@@ -206,8 +207,7 @@ class Scheduler:
                 self._start(engines)
             case ev.GroupClosed():
                 self._group_closed(event)
-            case ev.ChunkTrained(version):
-                assert version == self.version
+            case ev.ChunkTrained():
                 self._learner.done("chunk")
             case ev.BatchTrained():
                 self._batch_trained(event)
@@ -232,6 +232,7 @@ class Scheduler:
         served = self._publisher.served_by_all
         if served is not None and served > self._announced:
             self._announced = served
+            self._gate.wait_for("policy", served)
             self._actions.append(ev.PolicyUpdated(served))
 
     def _start(self, engines: dict[str, Version]) -> None:
@@ -267,7 +268,10 @@ class Scheduler:
         assert version == self.version + 1
         self._learner.done("step")
         last_group, trained = self._batcher.last_group, self._batcher.close()
-        self._update_governor(event, oldest_group=min(trained))
+        if version > self.settings.warmup_steps and (  # warmup batches have no lag to learn from
+            by := self._governor.record(event.ess, event.kl, min(trained), self._next_group)
+        ):
+            self._actions.append(ev.LagChanged(self._governor.lag, by))
         self._difficulty.batch_trained(version, last_group)
         self.rerolls.batch_trained(version, last_group)
         if gone := self.replay.batch_trained(version - 1, trained):
@@ -289,12 +293,6 @@ class Scheduler:
         if self.settings.is_checkpointed(version):
             self._checkpoint()
 
-    def _update_governor(self, event: ev.BatchTrained, oldest_group: int) -> None:
-        if event.version <= self.settings.warmup_steps:  # warmup batches have no lag to learn from
-            return
-        if by := self._governor.record(event.ess, event.kl, oldest_group, self._next_group):
-            self._actions.append(ev.LagChanged(self._governor.lag, by))
-
     def _finalize_group(self, group: int, outcome: FinalOutcome) -> None:
         order = self._groups.pop(group)
         self._finalize_visit(order.position, order.epoch, order.task, outcome, group)
@@ -314,8 +312,8 @@ class Scheduler:
 
     def _advance(self) -> None:
         self._fill_batch()
+        self._carry_out_requests()
         self._admit()
-        self._meet_requests()
         self._feed_learner()
         if self._training_done and not self._gate.closed:
             self._finish_training()
@@ -332,15 +330,14 @@ class Scheduler:
         if self._training_done and not busy:
             self._finish("done")
 
-    def _meet_requests(self) -> None:
+    def _carry_out_requests(self) -> None:
         """Order the checkpoint and the evaluation that were requested, once the learner is between two steps."""
         if not self._learner.idle or self._batcher.started:
             return
         if self._gate.take("evaluation") and self.settings.eval_enabled:
             self._evaluations.request(self.version, published=self._publish_newest())
-        exact = not self.settings.deterministic or self.settings.is_boundary(self.version)
-        if exact and self._gate.take("checkpoint"):  # without `exact`, wait: a resume from this step would differ
-            self._checkpoint()
+        if self._can_checkpoint and self._gate.take("checkpoint"):
+            self._checkpoint(exact=True)
 
     def _fill_batch(self) -> None:
         self._batcher.fill()
@@ -365,7 +362,7 @@ class Scheduler:
             self._finalize_group(group, "dropped")
 
     def _admit(self) -> None:
-        if self._publisher.blocks_admission:
+        if self._publisher.blocks_admission or not self._gate.admits:
             return
         self._difficulty.catch_up(self._oldest_serving)
         self.rerolls.catch_up(self._oldest_serving)
@@ -394,7 +391,7 @@ class Scheduler:
 
     def _min_version(self, position: int) -> tuple[Version, bool]:
         """Return the minimum version for this visit, and whether an earlier start recorded completions for it. Those
-        keep the minimum version they were sampled under if that leaves the group enough time."""
+        keep the minimum version they were sampled under if there is time."""
         newest = self._oldest_serving
         min_version = self._recorded_versions.pop(position, None)
         if min_version is None:
@@ -415,13 +412,11 @@ class Scheduler:
         return None
 
     def _feed_learner(self) -> None:
-        awaited = self._gate.closed or (self.settings.confirm and not self._evaluations.idle)
-        if awaited and not self._batcher.started:
+        if self._held and not self._batcher.started:
             return
         # Only the last batch of a run may be short: no task is left and every outstanding group is in the batch.
         last = self._ledger.exhausted and self.running + self.finished == len(self._batcher.batch)
-        if (call := self._learner.next(complete=not self._batcher.missing or last)) is not None:
-            self._actions.append(call)
+        self._actions += self._learner.next(complete=not self._batcher.missing or last)
 
     def _publish_newest(self) -> bool:
         """Return whether the newest version is published, and order that if it was not."""
@@ -435,16 +430,25 @@ class Scheduler:
         self._publishing.add(self.version)
         self._actions.append(ev.Publish(self.version, tuple(sorted(leased))))
 
-    def _checkpoint(self) -> None:
-        """Order a checkpoint, unless the newest one ordered has the same state. In deterministic mode, a stop
-        between two periodic checkpoints can be resumed exactly only if the last step left nothing outstanding.
-        Otherwise the newest checkpoint stands and later work is redone."""
-        state = self._state()
-        if self.settings.deterministic and self._stopping and not self._training_done:
-            state = self._exact_state
-            if state.version != self.version or self.has_pending_evaluation(self.version - 1):
-                return
-        else:
+    @property
+    def _held(self) -> bool:
+        """Whether the next batch waits for callbacks."""
+        return self._gate.closed or (self.settings.confirm and not self._evaluations.idle)
+
+    @property
+    def _can_checkpoint(self) -> bool:
+        """Whether a checkpoint between two periodic ones can be made now. In deterministic mode a resume from it must
+        be exact: the last step left nothing outstanding, and all earlier evaluations are done."""
+        exact = self._exact_state.version == self.version and not self.has_pending_evaluation(self.version - 1)
+        return exact or not self.settings.deterministic
+
+    def _checkpoint(self, exact: bool = False) -> None:
+        """Order a checkpoint, unless the newest one ordered has the same state. `exact`: only on request, of this
+        version once, and in deterministic mode of the state that the last step left."""
+        state = self._exact_state if exact and self.settings.deterministic else self._state()
+        if exact and not self._stopping and self._last_checkpoint and self._last_checkpoint.version == self.version:
+            return
+        if not exact or not self.settings.deterministic:
             self._actions += self._records.between(self.version, self._ledger.finalized)
         if state != self._last_checkpoint:
             self._last_checkpoint = state
@@ -461,7 +465,8 @@ class Scheduler:
     def _stop(self) -> None:
         """Stop once the learner is idle. The open batch is abandoned; its visits stay open for a resume."""
         if self._learner.idle and not self._publishing:
-            self._checkpoint()
+            if self._training_done or self._can_checkpoint:
+                self._checkpoint(exact=not self._training_done)
             self._finish("stopped")
 
     def _finish(self, reason: str) -> None:
@@ -474,20 +479,15 @@ class Scheduler:
         """Return one line saying what the run waits for."""
         if not self._started:
             return "the components have not started"
-        reasons = [self._learner_state(), *self._admission_state()]
+        waits = "training is over" if self._training_done else f"learner waits for {self._batcher.waiting_for()}"
+        learner = f"learner is {self._learner.current} {self.version}" if self._learner.current else waits
+        reasons = [learner, *self._admission_state()]
         reasons += [f"learner is publishing version {version}" for version in sorted(self._publishing)]
         reasons += [f"callbacks of {name} have not returned" for name in self._gate.waiting_for()]
         reasons += [f"engine {name} is loading version {load}" for name, load in self._publisher.loading.items()]
         if self._evaluations.current is not None:
             reasons.append(f"version {self._evaluations.current} is being evaluated")
         return "; ".join(reasons)
-
-    def _learner_state(self) -> str:
-        if self._learner.current is not None:
-            return f"learner is {self._learner.current} {self.version}"
-        if self._training_done:
-            return "training is over"
-        return f"learner waits for {self._batcher.waiting_for()}"
 
     def _admission_state(self) -> list[str]:
         if self._training_done or self._stopping:

@@ -112,10 +112,14 @@ class Training:
             self._recorder.step_done(trained, engines, learner, self._scheduler, finalized, account.finalized)
             # Inside the lock: a checkpoint of this step must not release the journal before it is read.
             await self._groups.record_rollouts(account.version, trained.groups)
+        await self.confirm("step", account.version)
+        diagnostics.crash_point("controller.step_recorded")
+
+    async def confirm(self, kind: ev.Confirmable, version: Version) -> None:
+        """With blocking callbacks, wait for those of what has just happened."""
         if self._scheduler.settings.confirm:
             await self._recorder.callbacks.handled()
-            self._post(ev.Confirmed("step", account.version))
-        diagnostics.crash_point("controller.step_recorded")
+            self._post(ev.Confirmed(kind, version))
 
     async def _engine_stats(self) -> dict[str, EngineStats]:
         """Return the statistics of the engines that reply. Engines may join, leave or die meanwhile."""
@@ -127,9 +131,7 @@ class Training:
 
     async def checkpoint(self, action: ev.Checkpoint, mark: CheckpointMark) -> None:
         await self._checkpoint(action, mark)
-        if self._scheduler.settings.confirm:
-            await self._recorder.callbacks.handled()
-            self._post(ev.Confirmed("checkpoint", action.version))
+        await self.confirm("checkpoint", action.version)
 
     async def _checkpoint(self, action: ev.Checkpoint, mark: CheckpointMark) -> None:
         diagnostics.crash_point("controller.checkpoint_ordered")

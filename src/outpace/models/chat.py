@@ -55,7 +55,8 @@ def render(
         template.check_kwargs()
         try:
             (text,) = template.texts([messages], generation_prompt)
-            ignores_tools = bool(tools) and text == _Template(tokenizer, (), template_kwargs).text(messages)
+            checked = tools and generation_prompt
+            ignores_tools = checked and text == _Template(tokenizer, (), template_kwargs).text(messages)
         except TemplateError as error:
             raise RequestFailed(f"the chat template of {_name(tokenizer)} failed: {one_line(error)}") from error
         if ignores_tools:
@@ -139,8 +140,10 @@ class _Template:
                 add_generation_prompt=generation_prompt,
                 **self.kwargs,
             )
-        except (TypeError, ValueError, ArithmeticError) as error:  # a template may compute with its extra variables
-            raise TemplateError(one_line(error)) from error
+        except TemplateError:
+            raise
+        except Exception as error:  # boundary: a template may do anything with the values it is given
+            raise TemplateError(f"{type(error).__name__}: {one_line(error)}") from error
         return texts
 
     def check_kwargs(self) -> None:

@@ -59,25 +59,27 @@ class Callback:
     """Base class for callbacks. Override any `on_` method, as a plain function or a coroutine."""
 
     blocking = False
-    """Whether the run waits for this callback before it trains on. What `stop`, `save` and `evaluate` request then
-    happens right after the step that the callback has seen, not a step or two later."""
+    """Whether the run waits for this callback before it trains the next batch. What `stop`, `save` and `evaluate`
+    request then happens right after the step that the callback has seen, not a step or two later."""
 
     _request: Callable[[Request], object] | None = None
     _metric_log: MetricLog | None = None
 
     def stop(self) -> None:
         """End the run after the current step and save a checkpoint; `train()` returns the summary."""
-        self._ask("stop")
+        self._send("stop")
 
     def save(self) -> None:
-        """Save a checkpoint after the current step."""
-        self._ask("save")
+        """Save a checkpoint after the current step. In a deterministic run: after the next step from which a resume is
+        exact."""
+        self._send("save")
 
     def evaluate(self) -> None:
-        """Evaluate the policy after the current step. Does nothing in a run without held-out tasks."""
-        self._ask("evaluate")
+        """Evaluate the policy after the current step. Does nothing in a run without held-out tasks, or if the run stops
+        after this step."""
+        self._send("evaluate")
 
-    def _ask(self, request: Request) -> None:
+    def _send(self, request: Request) -> None:
         if self._request is not None:
             self._request(request)
 
@@ -141,8 +143,8 @@ class CallbackRunner:
         on_request: Callable[[Request], object] | None = None,
         errors: Literal["raise", "report"] = "raise",
     ) -> None:
-        """`on_failure`, and `on_request` after `Callback.stop()`, `save()` or `evaluate()`, are called on the callback
-        thread, or on that of the request."""
+        """`on_failure` is called on the callback thread. `on_request` is called by `Callback.stop()`, `save()` and
+        `evaluate()`, on any thread."""
         self._callbacks = list(callbacks)
         self.log = MetricLog()
         for callback in self._callbacks:
@@ -183,17 +185,20 @@ class CallbackRunner:
         return any(callback.blocking for callback in self._callbacks)
 
     async def handled(self) -> None:
-        """If there is a blocking callback, wait until all events posted so far are handled. Does not return if a
-        callback fails meanwhile: `on_failure` ends the run."""
-        if self._thread is None or not self.blocking:
+        """If there is a blocking callback, wait until all events posted so far are handled, or a callback has
+        failed."""
+        thread = self._thread
+        if thread is None or not self.blocking or self._failure is not None or not thread.is_alive():
             return
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        done = threading.Event()
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
-        except RuntimeError:  # the loop is closed: a callback has failed, and `on_failure` ends the run
-            self.check()
-            raise
-        await done.wait()
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, done.set)
+        except RuntimeError:  # the loop has just closed: a callback has failed, and `on_failure` ends the run
+            return
+        pause_s = POLL_S / 20
+        while not done.is_set() and self._failure is None and thread.is_alive():
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, POLL_S)
 
     def check(self) -> None:
         """Raise if a callback has failed."""

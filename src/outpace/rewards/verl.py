@@ -17,6 +17,8 @@ from itertools import groupby
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from outpace.monitoring.metric_table import log_metric
 from outpace.rewards.functions import is_async
 from outpace.runtime.references import accepted_parameters, named_parameters
@@ -94,6 +96,7 @@ def _score(returned: Any) -> Any:
     if "score" not in returned:
         raise ValueError(f"the returned dict has no score; it has {', '.join(map(str, returned)) or 'nothing'}")
     for key, value in returned.items():
-        if key != "score" and isinstance(value, Real):
-            log_metric(f"episode/{_NOT_IN_NAMES.sub('_', str(key))}", float(value))
+        name = _NOT_IN_NAMES.sub("_", str(key)).strip("_/")
+        if key != "score" and name and isinstance(value, Real | np.bool_):
+            log_metric(f"episode/{name}", float(value))
     return returned["score"]

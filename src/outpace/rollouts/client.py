@@ -40,9 +40,8 @@ from outpace.rollouts.conversation import (
     yield_to_loop,
 )
 from outpace.rollouts.history_digests import Digest, content_text
-from outpace.rollouts.requests import EpisodeRequests, RecordedTurns, ReservedRequest
+from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
 from outpace.rollouts.transcript import EpisodePart
-from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class PolicyClient:
         listener: RequestListener | None = None,
         **overrides: Any,
     ) -> list[Answer]:
-        """Sample `n` answers to the same prompt. Each is a request of its own, with its own seed."""
+        """Sample `n` answers to the same prompt, each with a request and seed of its own. The last is `newest`."""
         if not messages:
             raise RequestFailed("chat: messages is empty; pass at least one message")
         sampler, answered = self._sampler, self.answered  # not those after a restart
@@ -147,16 +146,14 @@ class PolicyClient:
         position = await _locate(sampler, role, tools, history, template_kwargs)
         forced = sampler.conversations.call_opening(must_call, tools, template_kwargs)
 
-        async def sample(request: ReservedRequest) -> Answer:
-            turn, answer = await sampler.sample_turn(
-                request, position.parent, position.observed, role, tools, listener, position.source, forced
-            )
+        sampled = await sampler.sample_turns(
+            requests, position.parent, position.observed, role, tools, listener, position.source, forced
+        )
+        for turn, answer in sampled:
             sampler.conversations.remember(position, turn, answer)
             if answered is not None:
                 answered.append(AnsweredChat(kept, answer))
-            return answer
-
-        return await gather_or_cancel(*map(sample, requests))
+        return [answer for _, answer in sampled]
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = POLICY, **overrides: Any) -> Answer:
         return (await self.complete_samples(1, prompt, role=role, **overrides))[0]
@@ -179,8 +176,8 @@ class PolicyClient:
             prompt = await asyncio.to_thread(encode, prompt) if len(prompt) >= THREAD_RENDER_CHARS else encode(prompt)
         ids = [int(token) for token in prompt]
         parent, length = sampler.transcript.longest_prefix(ids, role)
-        sampled = (sampler.sample_turn(request, parent, ids[length:], role, (), listener) for request in requests)
-        return [answer for _, answer in await gather_or_cancel(*sampled)]
+        sampled = await sampler.sample_turns(requests, parent, ids[length:], role, (), listener)
+        return [answer for _, answer in sampled]
 
     async def endpoint(self, role: str = POLICY, *, key_in_url: bool = False) -> Endpoint:
         self._sampler.requests.check_not_ended()

@@ -37,7 +37,7 @@ from outpace.rollouts.history_digests import (
 )
 from outpace.rollouts.requests import EpisodeRequests, ReservedRequest
 from outpace.rollouts.transcript import OBSERVATION, TrajectoryBuilder, Transcript, Turn
-from outpace.runtime.async_tools import LoopFairness, PerLoop
+from outpace.runtime.async_tools import LoopFairness, PerLoop, gather_or_cancel
 from outpace.types import Answer, Generation, Ints, Message, StopReason, Trajectory
 
 PROMPT = "prompt"
@@ -253,6 +253,26 @@ class TurnSampler:
         await yield_to_loop()
         self.newest = self._answer(turn, turn.generation, prompt, tools, request.sampling.stop_strings, forced)
         return turn, self.newest
+
+    async def sample_turns(self, requests: Sequence[ReservedRequest], *prompt: Any) -> list[tuple[Turn, Answer]]:
+        """Send several requests with the same prompt; the other arguments are those of `sample_turn`. However fast each
+        is, their turns are recorded in the order of the requests. If one fails, none is recorded."""
+        try:
+            sampled: list[tuple[Turn, Answer]] = await gather_or_cancel(
+                *(self.sample_turn(request, *prompt) for request in requests)
+            )
+        except BaseException:
+            if len(requests) > 1:
+                failed = {request.id for request in requests}
+                dropped = [turn for turn in self.transcript.turns if turn.request_id in failed]
+                self.requests.abandoned += sum(turn.length for turn in dropped)
+                self.transcript.turns = [turn for turn in self.transcript.turns if turn not in dropped]
+            raise
+        if len(requests) > 1:
+            turns = [turn for turn, _ in sampled]
+            self.transcript.turns = [*(turn for turn in self.transcript.turns if turn not in turns), *turns]
+            self.newest = sampled[-1][1]
+        return sampled
 
     def branch(self, turn: Turn | None, after: Sequence[int], role: str) -> Trajectory:
         """Return the sequence up to `turn`, followed by the tokens observed `after` it."""

@@ -91,6 +91,13 @@ class RunSession:
         if self._driver is not None:
             self._driver.stop()
 
+    def _on_request(self, request: Request) -> None:
+        """A callback requests something, on its own thread."""
+        timed = self._config.run.deterministic and not any(callback.blocking for callback in self._plan.callbacks)
+        if timed and request != "stop":
+            raise BadInput(f"{request}: in a deterministic run, only a callback with blocking = True may call it")
+        self._loop.call_soon_threadsafe(self._requested, request)
+
     def _requested(self, request: Request) -> None:
         if request == "stop":
             self.stop()
@@ -101,7 +108,7 @@ class RunSession:
         callbacks = CallbackRunner(
             self._plan.callbacks,
             on_failure=lambda _: self._loop.call_soon_threadsafe(self.stop),
-            on_request=lambda request: self._loop.call_soon_threadsafe(self._requested, request),
+            on_request=self._on_request,
             errors=self._config.run.callback_errors,
         )
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())

@@ -54,6 +54,21 @@ class Table(Protocol):
     def __getitem__(self, column: str, /) -> Iterable[Any]: ...
 
 
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""Prompt of a task whose environment gives the prompt."""
+
+
+def sized_rows(dataset: Any, environment: object | None) -> Any:
+    """Return the rows of a dataset, None if it has no length. With an environment, rows may lack a prompt."""
+    if isinstance(dataset, Mapping):
+        raise BadInput(f"eval_dataset: {', '.join(map(str, dataset))}: several datasets are not supported; pass one")
+    if not hasattr(dataset, "__len__"):
+        return None
+    if environment is None or not len(dataset) or "prompt" in dataset[0]:
+        return dataset
+    return [{"prompt": EMPTY_PROMPT, **row} for row in dataset]
+
+
 class Dataset:
     """A task source over rows. `name` prefixes generated ids. Errors start with the config key `setting`, name `source`
     and locate a row with `locate`."""

@@ -70,6 +70,17 @@ async def test_the_key_of_one_session_is_rejected_by_another(
         assert response.status == 200
 
 
+async def test_a_url_with_the_key_needs_no_other_and_one_with_a_wrong_key_is_rejected(
+    gateway: Any, policy: Any, typing_engine: Any, http: Any
+) -> None:
+    endpoint = await gateway.open(policy(typing_engine("hello")), key_in_url=True)
+    async with http.get(f"{endpoint.base_url}/models", headers={"Authorization": "Bearer EMPTY"}) as response:
+        assert response.status == 200
+    wrong = endpoint.base_url.replace(endpoint.api_key, "wrong")
+    async with http.get(f"{wrong}/models", headers=key(endpoint)) as response:
+        assert response.status == 401
+
+
 async def test_each_role_has_its_own_endpoint(gateway: Any, policy: Any, typing_engine: Any, agent_of: Any) -> None:
     client = policy(typing_engine("hello"))
     judge = await gateway.open(client, "judge")

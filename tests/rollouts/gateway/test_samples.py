@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 from outpace.errors import RequestFailed
 
@@ -102,6 +104,29 @@ async def test_a_failed_sample_fails_the_request_and_ends_the_others(
         assert response.status == 400
         assert "logits are not finite" in await response.text()
     assert engine.aborted == ["7.0.0"]
+
+
+async def test_no_sample_of_a_failed_request_is_trained(policy: Any, typing_engine: Any) -> None:
+    client = policy(typing_engine("one<|end|>", RequestFailed("logits are not finite")))
+    with pytest.raises(RequestFailed):
+        await client.chat_samples(2, HI)
+    assert client.trajectories() == []
+    assert client.abandoned >= 4
+
+
+async def test_samples_are_recorded_in_the_order_of_their_requests_however_fast_each_is(
+    policy: Any, typing_engine: Any
+) -> None:
+    engine = typing_engine("three<|end|>", "two<|end|>", "one<|end|>", by_hand=True)
+    client = policy(engine)
+    sampled = asyncio.create_task(client.chat_samples(3, HI))
+    for _ in range(10):  # until all three requests are sent
+        await asyncio.sleep(0)
+    await engine.write(4)
+    await engine.write(99)
+    assert [answer.content for answer in await sampled] == ["three", "two", "one"]
+    assert [int(each.mask.sum()) for each in client.trajectories()] == [6, 4, 4]
+    assert client.newest.content == "one"
 
 
 async def test_an_agent_that_disconnects_aborts_all_samples(

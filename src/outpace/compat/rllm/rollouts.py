@@ -40,8 +40,7 @@ class RolloutEngine:
         self._client, self.is_validation = client, is_validation
 
     async def get_model_response(self, messages: Any, tools: Any = (), **kwargs: Any) -> rllm.ModelOutput:
-        """Answer the messages. Other arguments are fields of `Sampling`; in training they must not change the sampling
-        distribution."""
+        """Answer the messages. In training, other arguments must not change the sampling distribution."""
         options = {RENAMED.get(name, name): value for name, value in kwargs.items() if name not in NO_EFFECT}
         try:
             return rllm.ModelOutput.of(await self._client.chat(thaw(messages), tools=tools, **options))

@@ -16,8 +16,8 @@ from outpace.config.rllm_settings import translate
 from outpace.errors import BadInput
 
 IDS, PROMPTS = ("id", "task_id"), ("instruction", "question", "prompt", "problem")
-GRACE_S = 60.0
-"""What the run's own time limit adds to that of the workflow."""
+GRACE_S = 60.0  # what the run's own time limit adds to that of the workflow
+FIXED = ("generate_episodes", "process_backend_batch", "compute_advantages", "update_policy")
 
 
 @dataclass
@@ -28,7 +28,6 @@ class TrainerState:
     weight_version: int = 0
     is_training: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
-    extra_info: dict[str, Any] = field(default_factory=dict)
 
 
 class BackendProtocol:
@@ -36,8 +35,8 @@ class BackendProtocol:
     the `TrainerState`, and the run waits for them. Training itself cannot be replaced."""
 
     def __init_subclass__(cls) -> None:
-        if others := [name for name in vars(cls) if not name.startswith(("_", "on_"))]:
-            raise BadInput(f"{cls.__name__}: {', '.join(others)}: only the on_ hooks of a backend can be defined")
+        if fixed := [name for name in FIXED if name in vars(cls)]:
+            raise BadInput(f"{cls.__name__}: {', '.join(fixed)}: only the on_ hooks of a backend can be defined")
 
 
 EVENTS: dict[str, tuple[str, Callable[..., dict[str, Any]]]] = {
@@ -113,10 +112,8 @@ class AgentTrainer:
 
 
 def _tasks(rows: Any) -> list[outpace.Task]:
-    return [
-        outpace.Task(str(_first(row, IDS) or index), _first(row, PROMPTS), dict(row)) for index, row in enumerate(rows)
-    ]
+    return [outpace.Task(str(_first(row, IDS, n)), _first(row, PROMPTS, ""), dict(row)) for n, row in enumerate(rows)]
 
 
-def _first(row: Any, names: tuple[str, ...]) -> Any:
-    return next((row[name] for name in names if row.get(name)), "")
+def _first(row: Any, names: tuple[str, ...], default: Any) -> Any:
+    return next((row[name] for name in names if row.get(name)), default)

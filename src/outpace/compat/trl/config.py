@@ -20,20 +20,18 @@ class Unset(str):
 
 DEFAULT_URL = "http://localhost:8000"
 
-
 _SHARED: dict[str, Any] = {
-    "output_dir": None,
     # length and optimizer
-    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0, "max_steps": -1,
-    "learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None, "warmup_steps": 0,
+    "output_dir": None, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
+    "max_steps": -1, "learning_rate": 1e-6, "lr_scheduler_type": "linear", "lr_scheduler_kwargs": None,
     "optim": "adamw_torch_fused", "optim_args": None, "optim_target_modules": None, "weight_decay": 0.0,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": None, "average_tokens_across_devices": True, "auto_find_batch_size": False,
+    "neftune_noise_alpha": None, "average_tokens_across_devices": True, "warmup_steps": 0,
     # precision and memory
     "bf16": None, "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False, "tf32": None,
     "gradient_checkpointing": True, "gradient_checkpointing_kwargs": None, "torch_compile": False,
     "torch_compile_backend": None, "torch_compile_mode": None, "use_liger_kernel": False, "liger_kernel_config": None,
-    "use_cache": False, "torch_empty_cache_steps": None,
+    "use_cache": False, "torch_empty_cache_steps": None, "auto_find_batch_size": False,
     # logs
     "logging_strategy": "steps", "logging_steps": 10, "logging_first_step": False, "log_on_each_node": True,
     "logging_nan_inf_filter": True, "include_num_input_tokens_seen": "no", "log_level": "passive",
@@ -83,13 +81,12 @@ GRPO_FIELDS: Mapping[str, Any] = {
     # algorithm
     "beta": 0.0, "num_iterations": 1, "delta": None, "sapo_temperature_neg": 1.05, "sapo_temperature_pos": 1.0,
     "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
-    "importance_sampling_level": "token", "reward_weights": None,
-    "multi_objective_aggregation": "sum_then_normalize", "scale_rewards": "group", "loss_type": "dapo",
-    "mask_truncated_completions": False, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512, "top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False,
-    "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
-    "off_policy_mask_threshold": None, "use_bias_correction_kl": True,
-    "log_multimodal": True, "log_unique_prompts": False, "log_completions_hub_repo": None,
+    "importance_sampling_level": "token", "reward_weights": None, "multi_objective_aggregation": "sum_then_normalize",
+    "scale_rewards": "group", "loss_type": "dapo", "mask_truncated_completions": False, "sync_ref_model": False,
+    "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512, "top_entropy_quantile": 1.0, "entropy_coef": 0.0,
+    "use_adaptive_entropy": False, "entropy_coef_min": 0.0, "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005,
+    "entropy_target": 0.2, "off_policy_mask_threshold": None, "use_bias_correction_kl": True, "log_multimodal": True,
+    "log_unique_prompts": False, "log_completions_hub_repo": None,
 }  # fmt: skip
 
 ASYNC_FIELDS: Mapping[str, Any] = {
@@ -154,12 +151,8 @@ class TrainingConfig:
             given["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
 
     def to_dict(self) -> dict[str, Any]:
-        hidden = {name: f"<{name.upper()}>" for name in ("hub_token",) if getattr(self, name) is not None}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | hidden  # type: ignore[arg-type]
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        plain = (bool, int, float, str)
-        return {name: value if isinstance(value, plain) else str(value) for name, value in self.to_dict().items()}
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.name != "hub_token"}
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)

@@ -22,10 +22,8 @@ from outpace.errors import BadInput, one_line
 from outpace.monitoring.transformers_callbacks import Schedule
 from outpace.registry import TRACKERS
 
-Settings = dict[str, Any]
-"""By dotted key. None: the default of outpace."""
-Refuse = Callable[[str, str], object]
-"""Called with the name of a field that cannot be used, and the reason."""
+Settings = dict[str, Any]  # by dotted key; None: the default of outpace
+Refuse = Callable[[str, str], object]  # called with the name of a field that cannot be used, and the reason
 
 UNLIMITED = 1_000_000
 
@@ -51,8 +49,11 @@ def translate(
     `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself. `refused`:
     gets the fields that cannot be used, with the reasons, for the caller to `refuse`."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
+    if generation and args.generation_batch_size != generation * args.per_device_train_batch_size:
+        raise BadInput("generation_batch_size: must be per_device_train_batch_size times steps_per_generation")
     schedule = Schedule.of(args, rows, args.num_generations, generation, passes)
-    found_here = dict(_refused_fields(args, known))
+    reasons = {} if refused is None else refused
+    reasons |= _refused_fields(args, known)
     found: Settings = {
         **{EQUIVALENTS[name].settings[0]: value_of(args, name) for name in DIRECT},
         "pacing.groups_per_step": schedule.groups,
@@ -61,11 +62,12 @@ def translate(
         "run.steps": schedule.max_steps // schedule.updates,
     }
     for part in (_run, _model, _sampling, _optimizer, _engine, _algorithm):
-        found |= part(args, found_here.setdefault)
+        found |= part(args, reasons.setdefault)
     warmup = args.warmup_steps if args.warmup_steps >= 1 else args.warmup_steps * schedule.max_steps
     if value_of(args, "lr_scheduler_type") != "constant":
         found["learner.lr_warmup_steps"] = math.ceil(warmup / schedule.updates)
-    (refuse if refused is None else refused.update)(found_here)
+    if refused is None:
+        refuse(reasons)
     return {key: value for key, value in found.items() if value is not None}, schedule
 
 
@@ -79,7 +81,8 @@ def _refused_fields(args: Any, known: frozenset[str]) -> Iterator[tuple[str, str
     initial = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     for field in dataclasses.fields(args):
         value, default = getattr(args, field.name), getattr(initial, field.name)
-        if field.name in AS_IN_TRL | known | {"optim", "outpace"} or value in (field.default, default):
+        unset = value in (field.default, default) or not (value or field.default)
+        if unset or field.name in AS_IN_TRL | known | {"optim", "outpace"}:
             continue
         found = EQUIVALENTS.get(field.name)
         if found is None:
@@ -201,10 +204,7 @@ def _algorithm(args: Any, refuse: Refuse) -> Settings:
     if loss not in AGGREGATIONS:
         refuse("loss_type", f"{loss} is not supported; use {', '.join(AGGREGATIONS)}")
     if by_sequence and (loss in ("cispo", "sapo", "vespo") or args.delta is not None):
-        refuse(
-            "importance_sampling_level",
-            "a sequence ratio needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta",
-        )
+        refuse("importance_sampling_level", "sequence needs loss_type dapo, bnpo, dr_grpo, grpo or luspo, and no delta")
     if args.beta and args.sync_ref_model and args.ref_model_mixup_alpha != 1.0:
         refuse("ref_model_mixup_alpha", "the reference is replaced, not mixed; set it to 1.0")
     own = {

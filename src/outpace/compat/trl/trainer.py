@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,9 @@ from outpace.models.lora import lora_settings
 from outpace.monitoring.transformers_callbacks import Schedule, TransformersCallbacks
 from outpace.rewards.reward_model import trl_rewards
 from outpace.runtime.cleanup import temporary_directory
+from outpace.tasks.dataset import EMPTY_PROMPT, sized_rows
 from outpace.tasks.producers import RolloutFunctionProducer
 from outpace.trainer import Trainer
-
-EMPTY_PROMPT = [{"role": "user", "content": ""}]
-"""Prompt of an environment that gives the prompt itself."""
 
 
 class GRPOTrainer:
@@ -52,6 +50,8 @@ class GRPOTrainer:
         environment_factory: Any = None,
         **others: Any,
     ) -> None:
+        if train_dataset is None and environment_factory is None:
+            raise BadInput("train_dataset: is required without environment_factory")
         others |= {"quantization_config": quantization_config, "optimizers[1]": optimizers[1]}
         refuse({name: "is not supported; leave it out" for name, value in others.items() if value is not None})
         name = model if isinstance(model, str) else model.config._name_or_path
@@ -63,7 +63,7 @@ class GRPOTrainer:
         elif not isinstance(model, str) and processing_class is None:
             self.processing_class = AutoTokenizer.from_pretrained(name)
         self._given, self._adapter = model, peft_config is not None
-        tasks, heldout = (self._rows(each, environment_factory) for each in (train_dataset, eval_dataset))
+        tasks, heldout = (sized_rows(each, environment_factory) for each in (train_dataset, eval_dataset))
         settings, schedule = self._settings(None if tasks is None else len(tasks))
         settings |= optimizer_settings(optimizers[0])
         if peft_config is not None:
@@ -71,15 +71,12 @@ class GRPOTrainer:
         if tasks is None:  # no dataset, or one without a length: as many rows as the run needs
             tasks = list(islice(train_dataset or [{"prompt": EMPTY_PROMPT}], schedule.max_steps * schedule.groups))
         attempts, count = settings["eval.attempts"], len(heldout or ())
-        settings["eval.count"] = count
         self._events = TransformersCallbacks(self.args, schedule, callbacks or (), model, self.processing_class)
         self._events.eval_batches = -(-count * attempts // self.args.per_device_eval_batch_size)
         self.callback_handler = self._events.handler
         produced = self._producer(rollout_func, tasks)
-        if produced is None:
-            settings |= {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"}
-        else:
-            settings.pop("tasks.shuffle", None)  # the producer has the order
+        own = {"eval.holdout": 0.0, "tasks.duplicate_ids": "number"} if produced is None else {"tasks.shuffle": True}
+        settings |= {"eval.count": count, **own}
         self._trainer = Trainer(
             model,
             None if produced else tasks,
@@ -101,16 +98,6 @@ class GRPOTrainer:
         """Return what gives the tasks or rollouts of each round, None if the run takes the tasks as they are."""
         return None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
 
-    @staticmethod
-    def _rows(dataset: Any, environment: Any) -> Any:
-        """Return the rows of a dataset, None if their number is unknown."""
-        if isinstance(dataset, Mapping):
-            raise BadInput("eval_dataset: several datasets are not supported; pass one")
-        if dataset is None or not hasattr(dataset, "__len__"):
-            return None
-        owns_prompts = environment is not None and "prompt" not in dataset[0]
-        return [{"prompt": EMPTY_PROMPT, **row} for row in dataset] if owns_prompts else dataset
-
     def __getattr__(self, name: str) -> Any:
         owners = dict.fromkeys(("state", "control"), "_events")
         owners |= dict.fromkeys(("add_callback", "pop_callback", "remove_callback"), "callback_handler")
@@ -130,8 +117,8 @@ class GRPOTrainer:
             raise BadInput(f"resume_from_checkpoint: {resume_from_checkpoint} is not in output_dir, {run}")
         try:
             self._trainer.train(resume=bool(resume_from_checkpoint))
-        except ComponentFailed:
-            raise self._events.error or ComponentFailed from None
+        except ComponentFailed as failure:
+            raise self._events.error or failure from None
         if not isinstance(self._given, str):
             self._given.load_state_dict(self._trained().state_dict())
         if self.args.push_to_hub:

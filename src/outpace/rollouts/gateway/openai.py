@@ -17,7 +17,6 @@ import msgspec
 from outpace.rollouts.gateway.protocol import GatewayReply, PolicyRequest, RequestRejected, extra_fields, pinned_fields
 from outpace.rollouts.gateway.validation import (
     Json,
-    constrained,
     forced_functions,
     sample_count,
     stop_strings,
@@ -62,10 +61,6 @@ class _Streaming(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str = "text"
-
-
 class _Common(msgspec.Struct):
     max_tokens: int | None = None
     stop: str | list[str] | None = None
@@ -87,7 +82,6 @@ class _Chat(_Common, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: _Format | None = None
 
 
 class _Completion(_Common, kw_only=True):
@@ -109,8 +103,6 @@ def read_chat(body: Json) -> PolicyRequest:
         raise RequestRejected(
             "top_logprobs: only 0 is supported (logprobs of the sampled tokens)", param="top_logprobs"
         )
-    if request.response_format is not None and request.response_format.type != "text":
-        raise constrained("response_format", request.response_format.type)
     allowed = request.tool_choice != "none"
     return PolicyRequest(
         messages=[_message(message, index) for index, message in enumerate(body["messages"])],

@@ -121,6 +121,11 @@ def _check_supported(body: Json, request: _Request) -> None:
         value = body.get(name)
         if any(part is not None for part in value.values()) if isinstance(value, dict) else value:
             raise RequestRejected(f"{name}: not supported: {reason}", param=name)
+    if body.get("parallel_tool_calls") is False:
+        raise RequestRejected(
+            "parallel_tool_calls: the policy decides how many calls it makes; leave this out",
+            param="parallel_tool_calls",
+        )
     if body.get("truncation") == "auto":
         raise RequestRejected("truncation: only disabled is supported; shorten the input instead", param="truncation")
     if request.text is not None and request.text.format is not None and request.text.format.type != "text":
@@ -246,13 +251,16 @@ def _usage(reply: GatewayReply) -> Json:
 
 
 def _items(reply: GatewayReply) -> list[Json]:
-    """Return the output items of a finished answer, in order."""
+    """Return the output items of a finished answer, in order. The last one is where a truncated answer was cut."""
     text = reply.content or not reply.calls
-    return [
+    items = [
         *([_reasoning_item(reply)] if reply.reasoning else []),
         *([_message_item(reply.id, [_text_part(reply.content, reply)], "completed")] if text else []),
         *(_call_item(reply.id, index, call) for index, call in enumerate(reply.calls)),
     ]
+    if reply.finish == "length":
+        items[-1]["status"] = "incomplete"
+    return items
 
 
 def _reasoning_item(reply: GatewayReply) -> Json:
@@ -309,6 +317,8 @@ class ResponseStream:
         """Yield the remaining items of the finished answer, in order. If text was streamed, it had no reasoning."""
         (reply,) = replies
         for item in _items(reply):
+            if item["type"] == "reasoning" and self._in_text:
+                continue
             yield from self._rest(item, reply)
             yield self._event("response.output_item.done", output_index=self._items, item=item)
             self._items += 1

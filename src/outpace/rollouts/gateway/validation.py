@@ -22,7 +22,8 @@ MAX_SAMPLES = 128
 
 CONSTRAINTS = (
     "logit_bias", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
-    "json_schema", "regex", "ebnf", "output_format", "allowed_token_ids", "bad_words",
+    "json_schema", "regex", "ebnf", "output_format", "allowed_token_ids", "bad_words", "guided_decoding", "grammar",
+    "structural_tag", "min_tokens", "ignore_eos",
 )  # fmt: skip
 """Fields of OpenAI, Anthropic, vLLM and SGLang that restrict which tokens can be sampled."""
 
@@ -33,6 +34,12 @@ def validate_request(body: Json, shape: type[S]) -> S:
     for name in CONSTRAINTS:
         if body.get(name):
             raise constrained(name)
+    kind = body["response_format"].get("type", "text") if isinstance(body.get("response_format"), dict) else "text"
+    if kind != "text":
+        raise constrained("response_format", str(kind))
+    for name, instead in {"functions": "tools", "function_call": "tool_choice"}.items():
+        if body.get(name):
+            raise RequestRejected(f"{name}: is deprecated and not supported; use {instead}", param=name)
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
