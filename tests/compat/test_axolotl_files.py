@@ -188,6 +188,8 @@ def test_rows_of_all_datasets_are_transformed_and_a_number_of_them_is_held_out(f
         ("base_model", {"base_model": None}),
         ("datasets", {"datasets": []}),
         ("datasets", {"datasets": [{"path": "rows.jsonl", "shards": 2}]}),
+        ("datasets", {"datasets": [{"type": "my_rewards.questions"}]}),
+        ("max_steps", {"max_steps": "many"}),
         ("datasets", {"datasets": [{"path": "rows.jsonl"}]}),  # no prompt
         ("datasets.type", {"datasets": [{"path": "rows.jsonl", "type": "my_rewards.raises"}]}),
         ("datasets.path", {"datasets": [{"path": "missing.jsonl"}]}),

@@ -26,7 +26,7 @@ from outpace.errors import BadInput
 from outpace.monitoring.transformers_callbacks import Schedule
 from outpace.runtime.references import closest_names
 
-ALL_FIELDS = {field.name for field in dataclasses.fields(AsyncGRPOConfig)} - {"outpace"}  # type: ignore[arg-type]
+ALL_FIELDS = {field.name: field.default for field in dataclasses.fields(AsyncGRPOConfig)}  # type: ignore[arg-type]
 DEFAULTS: Mapping[str, Any] = {
     "output_dir": "./model-out", "per_device_train_batch_size": 1, "num_train_epochs": 1.0, "save_total_limit": 4,
     "lr_scheduler_type": "cosine", "gradient_checkpointing": False, "reroll_start_fraction": 1.0,
@@ -50,6 +50,9 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     if given.get("rl") not in ("grpo", "gdpo"):
         raise BadInput(f"rl: {given.get('rl')} is not supported; outpace trains with grpo and gdpo")
     places = {field: key for key in given if (field := _field(key)) is not None}
+    for field, key in places.items():
+        if type(ALL_FIELDS[field]) in (int, float) and not isinstance(given[key], int | float):
+            raise BadInput(f"{key}: should be a number, not {given[key]!r}")
     args = AsyncGRPOConfig(**_fields(given, {field: given[key] for field, key in places.items()}))
     data = _data(content, given, file)
     train, heldout = open_tasks(make_config(data | {"rewards.functions": ["number"]}))
@@ -118,6 +121,8 @@ def _refused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, "Axolotl has no such key" + (f"; did you mean {close[0]}?" if close else "")
     if given.get("chat_template", "tokenizer_default") != "tokenizer_default":
         yield "chat_template", refused["chat_template_jinja"]
+    if given.get("wandb_mode", "online") not in ("online", "disabled"):
+        yield "wandb_mode", refused["wandb_entity"]
     for plugin in given.get("plugins", []):
         if not plugin.endswith(NO_EFFECT_PLUGINS):
             yield "plugins", f"{plugin} is not supported; leave it out"
@@ -139,6 +144,8 @@ def _data(content: Mapping[str, Any], given: Mapping[str, Any], file: Path) -> d
 
 
 def _dataset(key: str, given: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not given.get("path"):
+        raise BadInput(f"{key}: each must have a path")
     if unknown := [name for name, value in given.items() if name not in DATASET_KEYS and value not in OFF]:
         raise BadInput(f"{key}: {', '.join(unknown)} is not supported; leave it out")
     path = given.get("data_files") or given["path"]
