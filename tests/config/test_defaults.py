@@ -70,8 +70,6 @@ SAMPLE: dict[str, Any] = {
     "reroll.max_groups": 2,
     "reroll.solved_above": 0.5,
     "reroll.max_waiting": 10,
-    "reroll.from_step": 3,
-    "reroll.max_groups": 2,
     "governor.ess_min": 0.25,
     "governor.kl_max": 0.5,
     "governor.patience": 2,
