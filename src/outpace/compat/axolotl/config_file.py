@@ -40,6 +40,8 @@ OFF = (*NOT_SET, False, "false")
 LOCAL = ("0.0.0.0", "localhost", "127.0.0.1")
 NO_EFFECT_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 DATASET_KEYS = {"path", "name", "split", "type", "data_files", "ds_type"}
+LISTS: Mapping[str, Any] = {"datasets": Mapping, "test_datasets": Mapping, "plugins": str, "trl.reward_funcs": str}
+"""Keys whose values must be lists, with the type of their elements."""
 EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
 """YAML reads numbers such as 1e-5 as text."""
 
@@ -49,6 +51,8 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     given = dict(_flat(content))
     if given.get("rl") not in ("grpo", "gdpo"):
         raise BadInput(f"rl: {given.get('rl')} is not supported; outpace trains with grpo and gdpo")
+    wrong = [key for key, kind in LISTS.items() if not _is_list(given.get(key, []), kind)]
+    refuse({key: f"must be a list, each element {'a name' if LISTS[key] is str else 'a mapping'}" for key in wrong})
     places = {field: key for key in given if (field := _field(key)) is not None}
     for field, key in places.items():
         if type(ALL_FIELDS[field]) in (int, float) and not isinstance(given[key], int | float):
@@ -65,7 +69,7 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     refuse(refused)
     if args.use_data_producer:
         settings |= {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}
-    if args.use_vllm and "vllm.data_parallel_size" in given:
+    if args.use_vllm and "engine.urls" not in settings and "vllm.data_parallel_size" in given:
         settings["engine.count"] = given["vllm.data_parallel_size"]
     if given.get("vllm.enforce_eager") and "launch.args" in settings:
         settings["launch.args"].append("--enforce-eager")
@@ -77,7 +81,17 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in SECTIONS and isinstance(value, Mapping):
             yield from _flat({f"{key}.{name}": each for name, each in value.items()})
         elif value not in NOT_SET:
-            yield key, float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+            yield key, _number(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+
+
+def _is_list(value: Any, kind: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _field(key: str) -> str | None:
@@ -101,7 +115,7 @@ def _fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "shuffle_dataset": not given.get("curriculum_sampling", False),
     }
     fields["gradient_checkpointing"] = bool(fields["gradient_checkpointing"])
-    if host in LOCAL:
+    if host in LOCAL and not {"vllm_mode", "vllm_server_base_url"} & set(found):
         fields["vllm_mode"] = "colocate"  # outpace starts the server
     if "vllm_importance_sampling_clip_max" in fields:
         fields.setdefault("vllm_importance_sampling_cap", None)
@@ -148,7 +162,9 @@ def _dataset(key: str, given: Mapping[str, Any], file: Path) -> dict[str, Any]:
         raise BadInput(f"{key}: each must have a path")
     if unknown := [name for name, value in given.items() if name not in DATASET_KEYS and value not in OFF]:
         raise BadInput(f"{key}: {', '.join(unknown)} is not supported; leave it out")
-    path = given.get("data_files") or given["path"]
+    path = given.get("data_files") or given.get("path")
+    if not path:
+        raise BadInput(f"{key}: path must be set, in each dataset")
     if isinstance(path, list) and len(path) > 1:
         raise BadInput(f"{key}: data_files has several files; list one dataset for each")
     path = path[0] if isinstance(path, list) else path
@@ -196,6 +212,7 @@ def _adapter(given: Mapping[str, Any], refuse: Refuse) -> Settings:
     if given["adapter"] != "lora":
         refuse("adapter", f"{given['adapter']} is not supported; use lora")
     targets = None if given.get("lora_target_linear") else given.get("lora_target_modules")
+    targets = [targets] if isinstance(targets, str) else targets
     found = {"lora.rank": given.get("lora_r", 8), "lora.alpha": given.get("lora_alpha"), "lora.targets": targets}
     return {key: value for key, value in found.items() if value is not None}
 
