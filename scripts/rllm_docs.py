@@ -35,7 +35,7 @@ CONVERSIONS = {
     "rllm.workflow.retry_limit": "`rollout.retries`, which is one less",
     "rllm.workflow.raise_on_error": "`pacing.max_failed` = 1",
     "rllm.mask_truncated_samples": "`filter.truncated`",
-    "actor_rollout_ref.actor.use_kl_loss": "`kl.coefficient` = 0 if it is false; `kl_loss_coef` needs it",
+    "actor_rollout_ref.actor.use_kl_loss": "`kl.coefficient` = 0 if it is false",
 }
 
 

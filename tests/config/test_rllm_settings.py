@@ -84,13 +84,14 @@ def test_values_are_converted(given: dict[str, Any], settings: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("given", "coefficient"),
     [
-        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1}, 0.0),
-        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1, "actor_rollout_ref.actor.use_kl_loss": True}, 0.1),
+        ({}, 0.0),
+        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1}, 0.1),
+        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1, "actor_rollout_ref.actor.use_kl_loss": False}, 0.0),
         ({"rllm.algorithm.kl_beta": 0.1}, 0.1),
         ({"rllm.algorithm.kl_beta": 0.1, "actor_rollout_ref.actor.use_kl_loss": False}, 0.0),
     ],
 )
-def test_the_kl_penalty_is_off_unless_the_config_enables_it(given: dict[str, Any], coefficient: float) -> None:
+def test_the_kl_penalty_can_be_switched_off(given: dict[str, Any], coefficient: float) -> None:
     assert make_config(translate(given).settings).kl.coefficient == coefficient
 
 

@@ -232,7 +232,7 @@ def translate(values: Mapping[str, Any] | Sequence[str]) -> Translated:
         del used["rllm.trainer.total_epochs"]
     if used[ESTIMATOR] != "grpo":
         used.pop("rllm.algorithm.norm_adv_by_std_in_grpo", None)
-    if not given.get("actor_rollout_ref.actor.use_kl_loss", "rllm.algorithm.kl_beta" in given):
+    if not given.get("actor_rollout_ref.actor.use_kl_loss", True):
         used = {name: value for name, value in used.items() if SAME.get(name) != "kl.coefficient"}
     settings: Values = {}
     for name, convert in CONVERTED.items():

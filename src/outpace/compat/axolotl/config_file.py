@@ -42,8 +42,7 @@ NO_EFFECT_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 DATASET_KEYS = {"path", "name", "split", "type", "data_files", "ds_type"}
 LISTS: Mapping[str, Any] = {"datasets": Mapping, "test_datasets": Mapping, "plugins": str, "trl.reward_funcs": str}
 """Keys whose values must be lists, with the type of their elements."""
-EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
-"""YAML reads numbers such as 1e-5 as text."""
+EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)  # YAML reads numbers such as 1e-5 as text
 
 
 def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
@@ -51,7 +50,8 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     given = dict(_flat(content))
     if given.get("rl") not in ("grpo", "gdpo"):
         raise BadInput(f"rl: {given.get('rl')} is not supported; outpace trains with grpo and gdpo")
-    wrong = [key for key, kind in LISTS.items() if not _is_list(given.get(key, []), kind)]
+    lists = {key: value if isinstance(value := given.get(key, []), list) else [None] for key in LISTS}
+    wrong = [key for key, kind in LISTS.items() if not all(isinstance(each, kind) for each in lists[key])]
     refuse({key: f"must be a list, each element {'a name' if LISTS[key] is str else 'a mapping'}" for key in wrong})
     places = {field: key for key in given if (field := _field(key)) is not None}
     for field, key in places.items():
@@ -71,8 +71,7 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
         settings |= {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}
     if args.use_vllm and "engine.urls" not in settings and "vllm.data_parallel_size" in given:
         settings["engine.count"] = given["vllm.data_parallel_size"]
-    if given.get("vllm.enforce_eager") and "launch.args" in settings:
-        settings["launch.args"].append("--enforce-eager")
+    settings.get("launch.args", []).extend(["--enforce-eager"] * bool(given.get("vllm.enforce_eager")))
     return settings
 
 
@@ -88,10 +87,6 @@ def _number(value: Any) -> Any:
     if isinstance(value, list):
         return [_number(each) for each in value]
     return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
 
 
 def _field(key: str) -> str | None:
@@ -158,8 +153,6 @@ def _data(content: Mapping[str, Any], given: Mapping[str, Any], file: Path) -> d
 
 
 def _dataset(key: str, given: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    if not isinstance(given, Mapping) or not given.get("path"):
-        raise BadInput(f"{key}: each must have a path")
     if unknown := [name for name, value in given.items() if name not in DATASET_KEYS and value not in OFF]:
         raise BadInput(f"{key}: {', '.join(unknown)} is not supported; leave it out")
     path = given.get("data_files") or given.get("path")
