@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "outpace"
 
 LAYERS: list[set[str]] = [
     {"types", "protocols", "errors"},
-    {"runtime", "registry"},
+    {"runtime"},
     {"algorithms"},
     {"config"},
     {"hardware"},

@@ -26,7 +26,7 @@ from outpace.config.presets import PRESETS
 from outpace.config.rllm_settings import MIRRORED, SAME
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.metric_table import BUILT_IN
-from outpace.registry import REGISTRIES
+from outpace.runtime.registry import REGISTRIES
 from outpace.simulator import settings as simulation
 from support import resolved
 

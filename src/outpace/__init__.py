@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from outpace.monitoring.callbacks import Callback, DataProducerCallback
     from outpace.monitoring.metric_table import log_metric, metric
     from outpace.monitoring.rollout_files import read_rollouts
-    from outpace.registry import environment, register_reward, register_task, tracker, transport
     from outpace.rewards.functions import evaluator
     from outpace.rollouts.episode import rollout
+    from outpace.runtime.registry import environment, register_reward, register_task, tracker, transport
     from outpace.tasks.producers import (
         AsyncDataProducer,
         BaseDataProducer,
@@ -88,7 +88,7 @@ _PUBLIC_NAMES = {
     "Trainer": "outpace.trainer",
     "Trajectory": "outpace.types",
     "advantage": "outpace.algorithms.registry",
-    "environment": "outpace.registry",
+    "environment": "outpace.runtime.registry",
     "evaluator": "outpace.rewards.functions",
     "log_metric": "outpace.monitoring.metric_table",
     "make_rollout_collator": "outpace.tasks.producers",
@@ -97,11 +97,11 @@ _PUBLIC_NAMES = {
     "normalizer": "outpace.algorithms.registry",
     "policy_loss": "outpace.algorithms.registry",
     "read_rollouts": "outpace.monitoring.rollout_files",
-    "register_reward": "outpace.registry",
-    "register_task": "outpace.registry",
+    "register_reward": "outpace.runtime.registry",
+    "register_task": "outpace.runtime.registry",
     "rollout": "outpace.rollouts.episode",
-    "tracker": "outpace.registry",
-    "transport": "outpace.registry",
+    "tracker": "outpace.runtime.registry",
+    "transport": "outpace.runtime.registry",
 }
 
 

@@ -16,11 +16,11 @@ from outpace.config.load import make_config
 from outpace.engines.server.build import EngineSetup, transport_for
 from outpace.errors import BadInput
 from outpace.hardware.placement import ON_CPU
-from outpace.registry import REGISTRIES, REWARDS, TRACKERS, TRANSPORTS, Registry
 from outpace.rewards.registry import resolve_rewards
 from outpace.run.plan import UserObjects, make_plan
 from outpace.run.reporting import report_order
 from outpace.runtime import by_value
+from outpace.runtime.registry import REGISTRIES, REWARDS, TRACKERS, TRANSPORTS, Registry
 from support import naming, read_lines, resolved
 
 ENTRY_POINTS = {

@@ -21,7 +21,6 @@ from outpace.errors import BadInput
 from outpace.models import loading
 from outpace.monitoring.summary import SummaryBuilder
 from outpace.protocols import TaskSource
-from outpace.registry import TASKS
 from outpace.run.plan import (
     RunPlan,
     UserObjects,
@@ -32,6 +31,7 @@ from outpace.run.plan import (
     with_newest_checkpoint,
 )
 from outpace.runtime import by_value
+from outpace.runtime.registry import TASKS
 from outpace.tasks.producers import BaseDataProducer
 from outpace.trainer import Trainer
 from outpace.types import Task

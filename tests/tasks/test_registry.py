@@ -7,9 +7,9 @@ from outpace.config import Config
 from outpace.config.load import make_config
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource
-from outpace.registry import TASKS, register_task
 from outpace.rewards.builtin import solves
 from outpace.runtime import by_value
+from outpace.runtime.registry import TASKS, register_task
 from outpace.tasks.dataset import Dataset
 from outpace.tasks.registry import (
     ReopenedSource,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from outpace.errors import BadInput
-from outpace.registry import Registry
+from outpace.runtime.registry import Registry
 
 OldPolicy = Literal["recomputed", "rollout", "interpolated"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "dr_grpo"]

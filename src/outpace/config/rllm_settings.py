@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any, NamedTuple
 
 from outpace.errors import BadInput, one_line
-from outpace.registry import TRACKERS
+from outpace.runtime.registry import TRACKERS
 
 Values = dict[str, Any]
 

@@ -22,8 +22,8 @@ from outpace.config.algorithm_validation import ALGORITHM_RULES, Rule
 from outpace.config.defaults import fill_defaults, get_value, unset_defaults, with_defaults
 from outpace.config.engines import PLUGIN_TRANSPORTS, ServerAddress, is_server_url, server_address
 from outpace.errors import BadInput, one_line, plural, with_article
-from outpace.registry import ENVIRONMENTS, TRACKERS, TRANSPORTS
 from outpace.runtime.references import absolute_reference
+from outpace.runtime.registry import ENVIRONMENTS, TRACKERS, TRANSPORTS
 
 LAST_PORT = 65535
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

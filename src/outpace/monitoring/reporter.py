@@ -43,7 +43,7 @@ from outpace.errors import BadInput, OutpaceError, one_line, plural
 from outpace.monitoring.line_file import write_atomically
 from outpace.monitoring.run_follower import KILLED, Item, Position, RunFollower, read_masked_config
 from outpace.monitoring.trackers import TrackedRun, Tracker
-from outpace.registry import TRACKERS
+from outpace.runtime.registry import TRACKERS
 
 FOLDER = "trackers"
 """Folder in the run directory."""

@@ -1,9 +1,9 @@
 """Experiment trackers: the protocol, and adapters for trackio, tensorboard, mlflow and wandb.
 
-A tracker is a class of the registry (`outpace.registry`). It is created without arguments in the reporter process
-(`outpace.monitoring.reporter`). All calls come from one thread. A call may block or raise: training does not notice,
-and after an error the tracker is created anew, started with its run id, and gets again what it had not confirmed with
-`flush`. So a step may come twice, also because a resumed run repeats the steps after its checkpoint.
+A tracker is a class of the registry (`outpace.runtime.registry`). It is created without arguments in the reporter
+process (`outpace.monitoring.reporter`). All calls come from one thread. A call may block or raise: training does not
+notice, and after an error the tracker is created anew, started with its run id, and gets again what it had not
+confirmed with `flush`. So a step may come twice, also because a resumed run repeats the steps after its checkpoint.
 
 Every package is imported when its adapter is created. Where a tracker stores its data is up to its own environment
 variables (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, …).

@@ -1,6 +1,6 @@
 """Reward functions of a run: lookup, and checks before the run starts.
 
-A reward function is a Python callable, or its name or reference (`outpace.registry`):
+A reward function is a Python callable, or its name or reference (`outpace.runtime.registry`):
 
     @outpace.register_reward("name")   def f(prompts, completions, **columns) -> list[float | None]   TRL's signature
     @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
@@ -21,7 +21,6 @@ from typing import Any, Literal, cast
 from outpace.config import Config
 from outpace.errors import BadInput, with_article
 from outpace.protocols import Reward
-from outpace.registry import REWARDS
 from outpace.rewards.functions import LOGGING, is_async, is_evaluator
 from outpace.rewards.verl import per_answer
 from outpace.runtime.by_value import UserCodeSource, source_by_value
@@ -31,6 +30,7 @@ from outpace.runtime.references import (
     named_parameters,
     parameters_of,
 )
+from outpace.runtime.registry import REWARDS
 
 SETTING = "rewards.functions"
 ALWAYS_PASSED = ("prompts", "completions")

@@ -30,8 +30,8 @@ from outpace.errors import BadInput, one_line
 from outpace.monitoring.line_file import read_lines, write_atomically
 from outpace.monitoring.metric_table import DECLARED, Metric
 from outpace.protocols import TaskSource
-from outpace.registry import ENVIRONMENTS, REWARDS, TASKS, TRACKERS, TRANSPORTS, Registry
 from outpace.runtime.references import FILE_MODULE, absolute_reference, is_reference, load_function
+from outpace.runtime.registry import ENVIRONMENTS, REWARDS, TASKS, TRACKERS, TRANSPORTS, Registry
 from outpace.types import Task
 
 OBJECTS_FILE = "objects.json"

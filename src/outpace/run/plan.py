@@ -33,7 +33,6 @@ from outpace.models.lora import check_peft
 from outpace.monitoring.callbacks import Callback
 from outpace.monitoring.summary import STOPPED, Summary
 from outpace.protocols import Reward, Rollout, TaskSource, TaskStream
-from outpace.registry import TRANSPORTS
 from outpace.rewards.registry import NamedReward, check_rewards
 from outpace.rollouts.build import check_rollout
 from outpace.rollouts.environments.session import EnvironmentArgument
@@ -49,6 +48,7 @@ from outpace.run.objects import (
 )
 from outpace.runtime import by_value
 from outpace.runtime.references import accepted_parameters, load_function, named_parameters, refuse_while_importing
+from outpace.runtime.registry import TRANSPORTS
 from outpace.tasks.dataset import Dataset, check_rows
 from outpace.tasks.fingerprint import Fingerprint, fingerprint
 from outpace.tasks.producers import AsyncDataProducer

@@ -21,10 +21,10 @@ from outpace.config.load import CONFIG_FILE, load_config, read_resolved
 from outpace.errors import BadInput, ComponentFailed, one_line
 from outpace.monitoring.reporter import BOOTSTRAP, EXIT_INCOMPLETE, IMPORTING, NICENESS, ReportOrder, resend_command
 from outpace.monitoring.run_directory import LOCK_FILE, is_lock_held
-from outpace.registry import TRACKERS
 from outpace.run.objects import tracker_references
 from outpace.runtime.child_process import describe_exit, end_program, start_program
 from outpace.runtime.cleanup import RuntimeDirectory
+from outpace.runtime.registry import TRACKERS
 
 CHECK_S = 60.0
 """Limit of the check whether the trackers are installed."""

@@ -17,8 +17,8 @@ from outpace.config import Config
 from outpace.config.defaults import with_values
 from outpace.errors import BadInput
 from outpace.protocols import TaskSource, TaskStream
-from outpace.registry import TASKS
 from outpace.runtime.references import load_function
+from outpace.runtime.registry import TASKS
 from outpace.tasks.dataset import JSONL_SUFFIXES, TaskSubset, open_dataset
 from outpace.tasks.fingerprint import Indices, content_digest
 from outpace.types import Task

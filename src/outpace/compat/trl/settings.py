@@ -20,7 +20,7 @@ from outpace.compat.trl.config import AS_IN_TRL, DEFAULT_URL, Unset
 from outpace.config.other_libraries import EQUIVALENTS
 from outpace.errors import BadInput, one_line
 from outpace.monitoring.transformers_callbacks import Schedule
-from outpace.registry import TRACKERS
+from outpace.runtime.registry import TRACKERS
 
 Settings = dict[str, Any]  # by dotted key; None: the default of outpace
 Refuse = Callable[[str, str], object]  # called with the name of a field that cannot be used, and the reason

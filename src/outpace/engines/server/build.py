@@ -27,8 +27,8 @@ from outpace.engines.server.state import ServerEngineSettings
 from outpace.errors import BadInput, ServerFailed
 from outpace.hardware.cores import engine_threads
 from outpace.hardware.placement import ON_CPU, GpuAssignment, transport_of, uses_gpu
-from outpace.registry import TRANSPORTS
 from outpace.runtime.cleanup import temporary_files_environment
+from outpace.runtime.registry import TRANSPORTS
 from outpace.weights.delta import LocalSnapshot
 
 log = logging.getLogger(__name__)

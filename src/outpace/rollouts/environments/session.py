@@ -34,7 +34,6 @@ from outpace.config import Config
 from outpace.config.sections import EnvironmentConfig, ToolsConfig
 from outpace.errors import BadInput, OutpaceError, one_line
 from outpace.models.chat import Schema
-from outpace.registry import ENVIRONMENTS
 from outpace.rollouts.environments.child import UnusableResult
 from outpace.rollouts.environments.host import EnvironmentHost, LocalEnvironmentHost, ProcessEnvironmentHost
 from outpace.rollouts.tools.functions import ToolError, tools_of
@@ -48,6 +47,7 @@ from outpace.runtime.references import (
     load_function,
     parameters_of,
 )
+from outpace.runtime.registry import ENVIRONMENTS
 from outpace.runtime.user_code import END_LIMIT_S, ProcessPool, UserCodeDied, UserCodeError
 from outpace.types import Task
 
