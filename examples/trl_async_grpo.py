@@ -31,6 +31,6 @@ if __name__ == "__main__":
         reward_funcs=solved,
     )
     trainer.train()
-    trainer.save_model("runs/trl-async-grpo/model")
+    trainer.save_model("runs/trl-async-grpo/trained")
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     print(f"training reward {rewards[0]:.3f} -> {rewards[-1]:.3f}")

@@ -71,7 +71,8 @@ outpace: policy_loss.clip_low: this is a setting of ppo, gspo, gmpo; the policy 
 ```
 
 Setting names of TRL, verl, prime-rl, OpenRLHF and Axolotl are rejected with a hint: see [from TRL](from_trl.md),
-[from verl](from_verl.md) and [algorithms](algorithms.md#coming-from-elsewhere).
+[from verl](from_verl.md) and [algorithms](algorithms.md#coming-from-elsewhere). Whole files of Axolotl with
+`rl: grpo` are translated: see [from Axolotl](from_axolotl.md).
 
 ## Resolved config
 

@@ -19,7 +19,7 @@ HEADING = "## Settings\n"
 
 CONVERSIONS = {
     "rllm.algorithm.adv_estimator": "`advantage.name`",
-    "rllm.algorithm.norm_adv_by_std_in_grpo": "`advantage.name`: `grpo` or `dr_grpo`",
+    "rllm.algorithm.norm_adv_by_std_in_grpo": "`advantage.name`: `grpo` or `dr_grpo`, if the estimator is `grpo`",
     "rllm.algorithm.eps_clip": "`policy_loss.clip_low` and `policy_loss.clip_high`",
     "rllm.algorithm.loss_fn": "`policy_loss.name`",
     "rllm.algorithm.loss_agg_mode": "`policy_loss.aggregation`",
@@ -30,11 +30,12 @@ CONVERSIONS = {
     "rllm.trainer.total_batches": "`run.steps`",
     "rllm.trainer.test_freq": "`eval.every`",
     "rllm.trainer.save_freq": "`checkpoint.every`",
-    "rllm.trainer.logger": "`run.report_to`, without `console` and `ui`",
+    "rllm.trainer.logger": "`run.report_to`, without `console` and `file`",
     "rllm.trainer.resume_mode": "`run.overwrite`, if it is `disable`",
     "rllm.workflow.retry_limit": "`rollout.retries`, which is one less",
     "rllm.workflow.raise_on_error": "`pacing.max_failed` = 1",
     "rllm.mask_truncated_samples": "`filter.truncated`",
+    "actor_rollout_ref.actor.use_kl_loss": "`kl.coefficient` = 0 if it is false",
 }
 
 

@@ -20,7 +20,7 @@ def value_and_numbers(node):
 def accuracy_reward(completions, numbers, target, **kwargs) -> list[float]:
     """1 for an expression that uses each number once and has the right value."""
     rewards = []
-    for completion, given, goal in zip(completions, numbers, target):
+    for completion, given, goal in zip(completions, numbers, target, strict=True):
         try:
             value, used = value_and_numbers(ast.parse(completion[0]["content"].strip(), mode="eval").body)
             rewards.append(float(value == goal and sorted(used) == sorted(given)))

@@ -177,7 +177,10 @@ class Trainer:
 
     @property
     def _run_directory(self) -> Path | None:
-        directory = self.config.run.dir or self._directory
+        earlier = (
+            None if self.config.run.overwrite else self.config.run.dir
+        )  # an earlier run to be replaced is not ours
+        directory = self._directory or earlier
         return None if directory is None else Path(directory)
 
     def _prepare(self, resume: bool) -> PreparedRun:

@@ -188,9 +188,15 @@ def test_rows_of_all_datasets_are_transformed_and_a_number_of_them_is_held_out(f
         ("base_model", {"base_model": None}),
         ("datasets", {"datasets": []}),
         ("datasets", {"datasets": [{"path": "rows.jsonl", "shards": 2}]}),
+        ("datasets", {"datasets": [{"type": "my_rewards.questions"}]}),
+        ("max_steps", {"max_steps": "many"}),
         ("datasets", {"datasets": [{"path": "rows.jsonl"}]}),  # no prompt
         ("datasets.type", {"datasets": [{"path": "rows.jsonl", "type": "my_rewards.raises"}]}),
         ("datasets.path", {"datasets": [{"path": "missing.jsonl"}]}),
+        ("datasets", {"datasets": [{"split": "train"}]}),
+        ("datasets", {"datasets": "rows.jsonl"}),
+        ("plugins", {"plugins": "axolotl.integrations.liger.LigerPlugin"}),
+        ("trl.reward_funcs", {"trl": {"reward_funcs": "my_rewards.reward"}}),
         ("num_generations", {"micro_batch_size": 3}),
     ],
 )
@@ -199,6 +205,28 @@ def test_a_mistake_in_a_file_is_one_line_that_starts_with_its_key(
 ) -> None:
     with pytest.raises(BadInput, match=rf"^{key}: [^\n]+$"):
         loaded(folder, **values)
+
+
+def test_exponents_in_lists_are_numbers(folder: Path) -> None:
+    functions = ["my_rewards.reward", "my_rewards.other"]
+    found = settings(loaded(folder, trl={"reward_funcs": functions, "reward_weights": ["1e-1", 2]}))
+    assert found["rewards.weights"] == [0.1, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("named", "urls"),
+    [
+        ({}, None),
+        ({"vllm_mode": "server"}, ["http://localhost:8000"]),
+        ({"vllm_server_base_url": "http://localhost:9000"}, ["http://localhost:9000"]),
+    ],
+)
+def test_a_server_that_the_file_names_is_used_on_this_machine_too(
+    folder: Path, named: dict[str, str], urls: list[str] | None
+) -> None:
+    found = settings(loaded(folder, vllm={"host": "0.0.0.0", "data_parallel_size": 2}, trl={"use_vllm": True, **named}))
+    assert found.get("engine.urls") == urls
+    assert found.get("engine.count") == (2 if urls is None else None)
 
 
 def test_trackers_intervals_and_reference_are_settings(folder: Path) -> None:

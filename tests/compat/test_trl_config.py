@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from outpace.compat.trl import AsyncGRPOConfig, GRPOConfig
 from outpace.compat.trl.config import AS_IN_TRL, ASYNC_FIELDS, GRPO_FIELDS
@@ -16,6 +17,7 @@ from outpace.compat.trl.settings import translate
 from outpace.config.load import make_config
 from outpace.config.other_libraries import EQUIVALENTS
 from outpace.errors import BadInput
+from outpace.monitoring.transformers_callbacks import TransformersCallbacks
 
 ROOT = Path(__file__).parents[2]
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -51,6 +53,11 @@ def test_the_tables_of_the_page_are_up_to_date() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "trl_docs.py"))
     page = (ROOT / "docs" / "from_trl.md").read_text()
     assert page == script["generate"](page), "run python scripts/trl_docs.py"
+
+
+def test_values_that_switch_a_limit_off_are_accepted() -> None:
+    settings, _ = translate(GRPOConfig("run", top_k=-1, top_p=None, max_grad_norm=None), 16)
+    assert settings["learner.max_grad_norm"] > 1e3
 
 
 @pytest.mark.parametrize("config", [GRPOConfig, AsyncGRPOConfig])
@@ -131,3 +138,24 @@ def test_a_server_is_used_only_if_its_address_was_given() -> None:
     url = "http://localhost:8000"
     assert "engine.kind" not in translate(AsyncGRPOConfig("runs/x"), 8)[0]
     assert translate(AsyncGRPOConfig("runs/x", vllm_server_base_url=url), 8)[0]["engine.urls"] == [url]
+
+
+def test_steps_go_on_and_on_save_comes_late_if_a_checkpoint_is_deferred(tmp_path: Path) -> None:
+    class Calls(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            calls.append(("step", state.global_step))
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            calls.append(("save", state.global_step))
+
+    calls: list[tuple[str, int]] = []
+    chosen: dict[str, Any] = {"num_generations": 2, "per_device_train_batch_size": 2, "use_cpu": True}
+    args = GRPOConfig(str(tmp_path), max_steps=4, save_strategy="steps", save_steps=2, **chosen)
+    events = TransformersCallbacks(args, translate(args, 100)[1], [Calls])
+    events.on_run_start({"version": 0})
+    for version in range(4):
+        events.on_batch_start(version)
+        events.on_batch_end({"step": version + 1})
+        if version >= 2:  # that of step 2 is saved after step 3
+            events.on_checkpoint(version + 1, tmp_path)
+    assert calls == [("step", 1), ("step", 2), ("step", 3), ("save", 3), ("step", 4), ("save", 4)]

@@ -107,6 +107,26 @@ def test_a_model_object_is_trained_and_a_resumed_run_continues(tmp_path: Path) -
     assert again.evaluate()["eval_reward"] >= 0
 
 
+def test_a_run_that_ended_early_is_resumed_and_never_replaced(tmp_path: Path) -> None:
+    class Interrupts(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+            assert objects["processing_class"] is not None
+            if state.global_step == 2:
+                raise RuntimeError("interrupted")
+
+    def trainer(**options: Any) -> GRPOTrainer:
+        args = GRPOConfig(str(tmp_path / "run"), max_steps=3, save_steps=1, **SMALL)
+        return GRPOTrainer("starter", countdown, args, rows("train", 8), rows("heldout", 2), **options)
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        trainer(callbacks=[Interrupts()]).train()
+    again = trainer()
+    with pytest.raises(BadInput, match="step"):
+        again.train()
+    assert again.train(resume_from_checkpoint=True).global_step == 3
+    assert trainer().train().global_step == 3, "a completed run is replaced"
+
+
 def test_an_exception_of_a_callback_is_raised_by_train(tmp_path: Path) -> None:
     class Failing(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *arguments: Any, **kwargs: Any) -> None:

@@ -66,6 +66,8 @@ SAMPLE: dict[str, Any] = {
     "replay.max_age": 3,
     "replay.times": 2,
     "reroll.after_steps": 2,
+    "reroll.from_step": 5,
+    "reroll.max_groups": 2,
     "reroll.solved_above": 0.5,
     "reroll.max_waiting": 10,
     "governor.ess_min": 0.25,

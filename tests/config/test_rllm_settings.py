@@ -63,9 +63,14 @@ def test_the_quota_of_groups_between_updates_becomes_lag_and_depth(
     [
         ({"algorithm.adv_estimator": "rloo"}, {"advantage.name": "rloo"}),
         ({"rllm.algorithm.norm_adv_by_std_in_grpo": False}, {"advantage.name": "dr_grpo"}),
+        (
+            {"rllm.algorithm.adv_estimator": "rloo", "rllm.algorithm.norm_adv_by_std_in_grpo": False},
+            {"advantage.name": "rloo"},
+        ),
         ({"rllm.algorithm.eps_clip": 0.1}, {"policy_loss.clip_low": 0.1, "policy_loss.clip_high": 0.1}),
         ({"rllm.algorithm.eps_clip": 0.1, "rllm.algorithm.eps_clip_high": 0.3}, {"policy_loss.clip_high": 0.3}),
         ({"trainer.logger": ["console", "wandb"], "trainer.test_freq": -1}, {"run.report_to": ["wandb"]}),
+        ({"trainer.logger": "wandb"}, {"run.report_to": ["wandb"]}),
         ({"trainer.project_name": "p", "trainer.experiment_name": "e"}, {"run.dir": "checkpoints/p/e"}),
         ({"rllm.workflow.retry_limit": 0}, {"rollout.retries": 0}),
     ],
@@ -74,6 +79,20 @@ def test_values_are_converted(given: dict[str, Any], settings: dict[str, Any]) -
     translated = translate(given).settings
     assert {key: translated[key] for key in settings} == settings
     make_config(translated)
+
+
+@pytest.mark.parametrize(
+    ("given", "coefficient"),
+    [
+        ({}, 0.0),
+        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1}, 0.1),
+        ({"actor_rollout_ref.actor.kl_loss_coef": 0.1, "actor_rollout_ref.actor.use_kl_loss": False}, 0.0),
+        ({"rllm.algorithm.kl_beta": 0.1}, 0.1),
+        ({"rllm.algorithm.kl_beta": 0.1, "actor_rollout_ref.actor.use_kl_loss": False}, 0.0),
+    ],
+)
+def test_the_kl_penalty_can_be_switched_off(given: dict[str, Any], coefficient: float) -> None:
+    assert make_config(translate(given).settings).kl.coefficient == coefficient
 
 
 def test_termination_reasons_are_left_out_as_compact_filtering_says() -> None:
@@ -90,6 +109,7 @@ def test_all_refusals_are_in_one_error() -> None:
         "rllm.rollut.n": 4,
         "rllm.stepwise_advantage.mode": "per_step",
         "rllm.algorithm.adv_estimator": "gae",
+        "rllm.trainer.logger": ["console", "file", "swanlab"],
         "trainer.nnodes": 2,
     }
     with pytest.raises(BadInput) as refused:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.config import Config
-from outpace.config.load import combine, flatten, make_config, parse_arguments, read_config_file
+from outpace.config.load import combine, file_settings, make_config, parse_arguments
 from outpace.engines.server.commands import needs_plugin, server_kind
 from outpace.engines.server.launch import LaunchedServer, LaunchPlan, describe_exit, launch_server
 from outpace.engines.server.server_process import free_port, keep_log_copy
@@ -33,7 +33,7 @@ def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> 
 
 def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
     """Load the config. The config of a run works too: its `engine.urls` is ignored, since servers are started here."""
-    values: dict[str, Any] = flatten(read_config_file(file)) if file is not None else {}
+    values: dict[str, Any] = file_settings(file) if file is not None else {}
     overrides = parse_arguments(settings)
     values.setdefault("engine.kind", overrides.get("engine.kind", "vllm"))
     ignored = [*(values.pop("engine.urls", None) or ()), *(overrides.pop("engine.urls", None) or ())]

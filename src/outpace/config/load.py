@@ -123,7 +123,7 @@ KNOWN = (*FIELDS, *PARAMETERS)
 
 def load_config(file: Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
     """Return the checked config of a file and overrides: command-line arguments, or a nested or dotted dict."""
-    from_file = flatten(_file_settings(file)) if file is not None else {}
+    from_file = file_settings(file) if file is not None else {}
     overriding = flatten(overrides) if isinstance(overrides, Mapping) else parse_arguments(overrides)
     return make_config(combine(from_file, overriding))
 
@@ -133,13 +133,12 @@ OTHER_FORMATS: Mapping[str, str] = {"rl": "outpace.compat.axolotl.config_file:se
 settings. They are loaded by name, because they are in a higher layer."""
 
 
-def _file_settings(file: Path) -> Mapping[str, Any]:
+def file_settings(file: Path) -> FlatSettings:
+    """Return the settings of a config file, ours or that of another library."""
     content = read_config_file(file)
-    for key, translation in OTHER_FORMATS.items():
-        if key in content:
-            settings: Mapping[str, Any] = load_function(translation, str(file))(content, file)
-            return settings
-    return content
+    for key in content.keys() & OTHER_FORMATS.keys():
+        content = load_function(OTHER_FORMATS[key], str(file))(content, file)
+    return flatten(content)
 
 
 def make_config(values: Mapping[str, Any]) -> Config:

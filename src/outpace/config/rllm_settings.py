@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-import yaml
-
 from outpace.errors import BadInput, one_line
 from outpace.registry import TRACKERS
 
@@ -84,10 +82,16 @@ MIRRORED = _by_name({
 })  # fmt: skip
 """Names of the backends for settings that are converted."""
 
+ESTIMATOR = "rllm.algorithm.adv_estimator"
 ESTIMATORS = {
     "grpo": "grpo", "rloo": "rloo", "reinforce": "none", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"
 }  # fmt: skip
+IGNORED_TRACKERS = ("console", "file")
 LOSSES = {"ppo": "ppo", "vanilla": "ppo", "importance_sampling": "importance", "cispo": "cispo", "gspo": "gspo"}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _positive(key: str) -> Callable[[Any], Values]:
@@ -109,11 +113,14 @@ CONVERTED: dict[str, Callable[[Any], Values]] = {
     "rllm.trainer.total_batches": _positive("run.steps"),
     "rllm.trainer.test_freq": lambda steps: {"eval.every": max(int(steps), 0)},
     "rllm.trainer.save_freq": lambda steps: {"checkpoint.every": max(int(steps), 0)},
-    "rllm.trainer.logger": lambda names: {"run.report_to": [name for name in names if name in TRACKERS.names()]},
+    "rllm.trainer.logger": lambda names: {
+        "run.report_to": [name for name in _as_list(names) if name not in IGNORED_TRACKERS]
+    },
     "rllm.trainer.resume_mode": lambda mode: {"run.overwrite": True} if mode == "disable" else {},
     "rllm.workflow.retry_limit": lambda attempts: {"rollout.retries": max(int(attempts), 1) - 1},
     "rllm.workflow.raise_on_error": lambda on: {"pacing.max_failed": 1} if on else {},
     "rllm.mask_truncated_samples": lambda on: {"filter.truncated": "mask" if on else "train"},
+    "actor_rollout_ref.actor.use_kl_loss": lambda on: {} if on else {"kl.coefficient": 0.0},
 }
 """Names whose value is converted, in the order in which they apply. `retry_limit` counts attempts; there is always
 one."""
@@ -167,7 +174,6 @@ NO_EFFECT = _by_name({
     "every run evaluates before the first step": "rllm.trainer.val_before_train trainer.val_before_train",
     "validation runs beside training": "rllm.data.val_batch_size data.val_batch_size",
     "prompts are limited by the context, `engine.context`": "rllm.data.max_prompt_length data.max_prompt_length",
-    "`kl.coefficient` decides": "actor_rollout_ref.actor.use_kl_loss",
     "advantages are those of a trajectory": "rllm.stepwise_advantage.enable",
     "`rllm.rejection_sample.enable` is off": "rllm.rejection_sample.min_partial_solve_tasks",
     "AdamW's epsilon is 1e-8": "training.eps",
@@ -213,6 +219,8 @@ class Translated(NamedTuple):
 def translate(values: Mapping[str, Any] | Sequence[str]) -> Translated:
     """`values` is a mapping, or a list such as `["rllm.rollout.n=8"]`."""
     if not isinstance(values, Mapping):
+        import yaml  # slow to import
+
         values = {name: yaml.safe_load(text) for name, _, text in (each.partition("=") for each in values)}
     given = {MIRRORED.get(name, name): value for name, value in flatten(values) if value is not None}
     problems = [problem for name, value in given.items() if (problem := _problem(name, value))]
@@ -222,6 +230,10 @@ def translate(values: Mapping[str, Any] | Sequence[str]) -> Translated:
     used = {name: value for name, value in DEFAULTS.items() if SAME.get(name, name) not in set_by} | given
     if "rllm.trainer.total_batches" in given and "rllm.trainer.total_epochs" not in given:
         del used["rllm.trainer.total_epochs"]
+    if used[ESTIMATOR] != "grpo":
+        used.pop("rllm.algorithm.norm_adv_by_std_in_grpo", None)
+    if not given.get("actor_rollout_ref.actor.use_kl_loss", True):
+        used = {name: value for name, value in used.items() if SAME.get(name) != "kl.coefficient"}
     settings: Values = {}
     for name, convert in CONVERTED.items():
         if name in used:
@@ -248,8 +260,10 @@ def _problem(name: str, value: Any) -> str:
 
 
 def _choice_problem(name: str, value: Any) -> str:
-    choices = {"rllm.algorithm.adv_estimator": ESTIMATORS, "rllm.algorithm.loss_fn": LOSSES}.get(name)
-    if choices is None or value in choices:
+    trackers = (*TRACKERS.names(), *IGNORED_TRACKERS)
+    choices = {ESTIMATOR: ESTIMATORS, "rllm.algorithm.loss_fn": LOSSES, "rllm.trainer.logger": trackers}.get(name)
+    values = _as_list(value) if choices is trackers else [value]
+    if choices is None or all(each in choices for each in values):
         return ""
     return f"{name} = {one_line(repr(value), 60)} is not supported; use {', '.join(choices)}"
 

@@ -5,7 +5,8 @@
 
 The generator says what it waits for; an event that it does not wait for, such as an evaluation that no callback asked
 for, makes no call. A batch with several updates of the optimizer has as many steps; their calls come when the batch is
-done, and an evaluation or a checkpoint that is asked for in between follows its last step.
+done, and an evaluation or a checkpoint that is asked for in between follows its last step. A deterministic run may save
+a requested checkpoint some steps later; on_save then comes late.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -139,7 +141,9 @@ class TransformersCallbacks(Callback):
                 raise BadInput(f"callbacks: {one_line(repr(each), 60)} is not a transformers.TrainerCallback")
         self.args = args
         make_handler: Any = CallbackHandler  # untyped
-        self.handler = make_handler([DefaultFlowCallback, *callbacks], model, tokenizer, None, None)
+        module = None if isinstance(model, str) else model
+        self.handler = make_handler([DefaultFlowCallback, *callbacks], module, tokenizer, None, None)
+        self.accelerator = SimpleNamespace(print=print, is_main_process=True, num_processes=1, process_index=0)
         self.control, self.state = TrainerControl(), TrainerState()
         self.schedule = schedule
         self.eval_batches = 0  # calls of on_prediction_step of an evaluation; 0: nothing is held out
@@ -147,17 +151,25 @@ class TransformersCallbacks(Callback):
         self._flow: Flow | None = None
         self._awaits = ""
         self._checkpoint_step = -1
+        self._save_due = False  # the run saves a requested checkpoint after a later step
         self._since_log: list[dict[str, float]] = []
         self._losses: list[float] = []
         self._call("on_init_end")
 
+    def is_world_process_zero(self) -> bool:
+        return True
+
     # ------------------------------------------------------------------------------------------------ events of a run
 
     def on_run_start(self, info: Mapping[str, Any]) -> None:
+        self.error = None
         self._flow = self._training(info["version"], time.time())
         self._awaits = self._advance(None)
 
     def on_batch_start(self, version: int) -> None:
+        while self._awaits == "on_checkpoint":
+            self._save_due = True
+            self._event("on_checkpoint", None)
         self._event("on_batch_start", version)
 
     def on_batch_end(self, metrics: Mapping[str, float]) -> None:
@@ -168,6 +180,8 @@ class TransformersCallbacks(Callback):
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         self._checkpoint_step = step
+        if self._save_due and self._awaits != "on_checkpoint":
+            self._saved()
         self._event("on_checkpoint", step)
 
     def on_run_end(self, summary: Summary) -> None:
@@ -184,14 +198,15 @@ class TransformersCallbacks(Callback):
             return self._flow.throw(value) if isinstance(value, _RunEnded) else self._flow.send(value)
         except StopIteration:
             return ""
-        except BaseException as error:  # user code
-            self.error = error
-            raise
 
     # ------------------------------------------------------------------------------------------------ calls
 
     def _call(self, event: str, **arguments: Any) -> None:
-        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **arguments)
+        try:
+            self.control = getattr(self.handler, event)(self.args, self.state, self.control, **arguments)
+        except BaseException as error:  # user code
+            self.error = error
+            raise
 
     def _training(self, version: int, started: float) -> Flow:
         self._begin(version)
@@ -217,7 +232,7 @@ class TransformersCallbacks(Callback):
         self.state.compute_steps(self.args, self.schedule.max_steps)
         self.state.train_batch_size = self.args.train_batch_size
         self.state.max_steps, self.state.num_train_epochs = self.schedule.max_steps, self.schedule.epochs
-        self._since_log, self._losses, self._checkpoint_step = [], [], -1
+        self._since_log, self._losses, self._checkpoint_step, self._save_due = [], [], -1, False
         self._call("on_train_begin")
 
     def _epochs(self) -> Flow:
@@ -324,6 +339,13 @@ class TransformersCallbacks(Callback):
     def _save(self) -> Flow:
         self.save()
         if self._checkpoint_step < self.state.global_step // self.schedule.updates:
-            yield "on_checkpoint"
+            step = yield "on_checkpoint"
+            if step is None:  # the next batch starts first
+                self.control.should_save = False
+                return
+        self._saved()
+
+    def _saved(self) -> None:
+        self._save_due = False
         self.state.save_to_json(str(Path(self.args.output_dir) / STATE_FILE))
         self._call("on_save")

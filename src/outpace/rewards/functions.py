@@ -97,7 +97,8 @@ def with_all_arguments(function: F) -> F:
     async def call_async(**arguments: Any) -> Any:
         return await call(**arguments)
 
-    wrapper: Any = call_async if inspect.iscoroutinefunction(function) else call
+    wrapper: Any = call_async if is_async(function) else call
+    wrapper.original = function  # `outpace eval` imports it
     wrapper.__name__ = getattr(function, "__name__", type(function).__name__)
     wrapper.__signature__ = inspect.signature(call)
     if "environments" in inspect.signature(function).parameters:

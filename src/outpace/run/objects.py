@@ -108,6 +108,7 @@ def reference_of(value: Any) -> str | None:
     one."""
     if isinstance(value, str):
         return absolute_reference(value)
+    value = getattr(value, "original", value)  # a reward function that gets more arguments than it names
     name, place = getattr(value, "__qualname__", ""), getattr(value, "__module__", "")
     module = sys.modules.get(place or "")
     if not name or module is None or getattr(module, name, None) is not value:

@@ -466,7 +466,7 @@ def _check_stream(config: Config, produced: bool) -> None:
         raise BadInput("producer.async_prefetch: what is produced in the background depends on timing; turn this off")
     if config.run.epochs not in (None, 1):
         raise BadInput(f"run.epochs: {why}which is used once; set 1 to train until it ends, or set run.steps")
-    if config.tasks.limit is not None and not names_tasks(config):
+    if config.tasks.limit is not None and not (produced and names_tasks(config)):
         end = "which producer.max_rollouts ends" if produced else "which ends when it returns None"
         raise BadInput(f"tasks.limit: {why}{end}; leave this out")
     of_tasks = () if names_tasks(config) else (("eval", "holdout"), ("tasks", "duplicate_ids"))

@@ -245,3 +245,13 @@ async def _run_uncancelled(work: Callable[P, None], *args: P.args, **kwargs: P.k
     if cancelled:
         raise asyncio.CancelledError from running.exception()
     running.result()
+
+
+def check_not_unfinished(run: Path) -> None:
+    """Refuse to replace a run that ended early and has a checkpoint: it may be days of work."""
+    try:
+        ended = msgspec.json.decode((run / "summary.json").read_bytes(), type=dict[str, Any]).get("exit") == 0
+    except (OSError, msgspec.DecodeError):
+        ended = False
+    if not ended and (step := max(commit.list_steps(run / CHECKPOINTS), default=0)):
+        raise BadInput(f"{run} has a run that ended early, with a checkpoint of step {step}; resume it, or delete it")

@@ -26,7 +26,7 @@ from outpace.errors import BadInput
 from outpace.monitoring.transformers_callbacks import Schedule
 from outpace.runtime.references import closest_names
 
-ALL_FIELDS = {field.name for field in dataclasses.fields(AsyncGRPOConfig)} - {"outpace"}  # type: ignore[arg-type]
+ALL_FIELDS = {field.name: field.default for field in dataclasses.fields(AsyncGRPOConfig)}  # type: ignore[arg-type]
 DEFAULTS: Mapping[str, Any] = {
     "output_dir": "./model-out", "per_device_train_batch_size": 1, "num_train_epochs": 1.0, "save_total_limit": 4,
     "lr_scheduler_type": "cosine", "gradient_checkpointing": False, "reroll_start_fraction": 1.0,
@@ -40,8 +40,9 @@ OFF = (*NOT_SET, False, "false")
 LOCAL = ("0.0.0.0", "localhost", "127.0.0.1")
 NO_EFFECT_PLUGINS = ("LigerPlugin", "CutCrossEntropyPlugin")
 DATASET_KEYS = {"path", "name", "split", "type", "data_files", "ds_type"}
-EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)
-"""YAML reads numbers such as 1e-5 as text."""
+LISTS: Mapping[str, Any] = {"datasets": Mapping, "test_datasets": Mapping, "plugins": str, "trl.reward_funcs": str}
+"""Keys whose values must be lists, with the type of their elements."""
+EXPONENT = re.compile(r"[-+]?[\d.]+e[-+]?\d+", re.IGNORECASE)  # YAML reads numbers such as 1e-5 as text
 
 
 def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
@@ -49,7 +50,13 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     given = dict(_flat(content))
     if given.get("rl") not in ("grpo", "gdpo"):
         raise BadInput(f"rl: {given.get('rl')} is not supported; outpace trains with grpo and gdpo")
+    lists = {key: value if isinstance(value := given.get(key, []), list) else [None] for key in LISTS}
+    wrong = [key for key, kind in LISTS.items() if not all(isinstance(each, kind) for each in lists[key])]
+    refuse({key: f"must be a list, each element {'a name' if LISTS[key] is str else 'a mapping'}" for key in wrong})
     places = {field: key for key in given if (field := _field(key)) is not None}
+    for field, key in places.items():
+        if type(ALL_FIELDS[field]) in (int, float) and not isinstance(given[key], int | float):
+            raise BadInput(f"{key}: should be a number, not {given[key]!r}")
     args = AsyncGRPOConfig(**_fields(given, {field: given[key] for field, key in places.items()}))
     data = _data(content, given, file)
     train, heldout = open_tasks(make_config(data | {"rewards.functions": ["number"]}))
@@ -62,10 +69,9 @@ def settings_of(content: Mapping[str, Any], file: Path) -> Settings:
     refuse(refused)
     if args.use_data_producer:
         settings |= {"tasks.producer": "outpace:GRPODataProducer", "producer.options": producer_options(args)}
-    if args.use_vllm and "vllm.data_parallel_size" in given:
+    if args.use_vllm and "engine.urls" not in settings and "vllm.data_parallel_size" in given:
         settings["engine.count"] = given["vllm.data_parallel_size"]
-    if given.get("vllm.enforce_eager") and "launch.args" in settings:
-        settings["launch.args"].append("--enforce-eager")
+    settings.get("launch.args", []).extend(["--enforce-eager"] * bool(given.get("vllm.enforce_eager")))
     return settings
 
 
@@ -74,7 +80,13 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if key in SECTIONS and isinstance(value, Mapping):
             yield from _flat({f"{key}.{name}": each for name, each in value.items()})
         elif value not in NOT_SET:
-            yield key, float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+            yield key, _number(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    return float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
 
 
 def _field(key: str) -> str | None:
@@ -98,7 +110,7 @@ def _fields(given: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         "shuffle_dataset": not given.get("curriculum_sampling", False),
     }
     fields["gradient_checkpointing"] = bool(fields["gradient_checkpointing"])
-    if host in LOCAL:
+    if host in LOCAL and not {"vllm_mode", "vllm_server_base_url"} & set(found):
         fields["vllm_mode"] = "colocate"  # outpace starts the server
     if "vllm_importance_sampling_clip_max" in fields:
         fields.setdefault("vllm_importance_sampling_cap", None)
@@ -118,6 +130,8 @@ def _refused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, "Axolotl has no such key" + (f"; did you mean {close[0]}?" if close else "")
     if given.get("chat_template", "tokenizer_default") != "tokenizer_default":
         yield "chat_template", refused["chat_template_jinja"]
+    if given.get("wandb_mode", "online") not in ("online", "disabled"):
+        yield "wandb_mode", refused["wandb_entity"]
     for plugin in given.get("plugins", []):
         if not plugin.endswith(NO_EFFECT_PLUGINS):
             yield "plugins", f"{plugin} is not supported; leave it out"
@@ -141,7 +155,9 @@ def _data(content: Mapping[str, Any], given: Mapping[str, Any], file: Path) -> d
 def _dataset(key: str, given: Mapping[str, Any], file: Path) -> dict[str, Any]:
     if unknown := [name for name, value in given.items() if name not in DATASET_KEYS and value not in OFF]:
         raise BadInput(f"{key}: {', '.join(unknown)} is not supported; leave it out")
-    path = given.get("data_files") or given["path"]
+    path = given.get("data_files") or given.get("path")
+    if not path:
+        raise BadInput(f"{key}: path must be set, in each dataset")
     if isinstance(path, list) and len(path) > 1:
         raise BadInput(f"{key}: data_files has several files; list one dataset for each")
     path = path[0] if isinstance(path, list) else path
@@ -189,6 +205,7 @@ def _adapter(given: Mapping[str, Any], refuse: Refuse) -> Settings:
     if given["adapter"] != "lora":
         refuse("adapter", f"{given['adapter']} is not supported; use lora")
     targets = None if given.get("lora_target_linear") else given.get("lora_target_modules")
+    targets = [targets] if isinstance(targets, str) else targets
     found = {"lora.rank": given.get("lora_r", 8), "lora.alpha": given.get("lora_alpha"), "lora.targets": targets}
     return {key: value for key, value in found.items() if value is not None}
 

@@ -129,8 +129,8 @@ def _model(args: Any, refuse: Refuse) -> Settings:
 
 
 def _sampling(args: Any, refuse: Refuse) -> Settings:
-    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("repetition_penalty", 1.0)):
-        if getattr(args, name) != neutral:
+    for name, neutral in (("top_p", (None, 1.0)), ("top_k", (None, 0, -1)), ("repetition_penalty", (None, 1.0))):
+        if getattr(args, name) not in neutral:
             refuse(name, EQUIVALENTS["min_p"].note)
     generation = dict(value_of(args, "generation_kwargs") or {})
     stop = generation.pop("stop_strings", generation.pop("stop", []))
@@ -160,7 +160,7 @@ def _optimizer(args: Any, refuse: Refuse) -> Settings:
     budget = value_of(args, "token_budget") or 0
     return {
         "learner.schedule": SCHEDULES.get(kind),
-        "learner.max_grad_norm": args.max_grad_norm if args.max_grad_norm > 0 else float(UNLIMITED),
+        "learner.max_grad_norm": args.max_grad_norm if args.max_grad_norm else float(UNLIMITED),
         "learner.tokens_per_pass": budget if budget > 0 else None,
     }
 

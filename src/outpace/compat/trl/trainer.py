@@ -21,6 +21,7 @@ from outpace.models.loading import resolve_model
 from outpace.models.lora import lora_settings
 from outpace.monitoring.transformers_callbacks import Schedule, TransformersCallbacks
 from outpace.rewards.reward_model import trl_rewards
+from outpace.run.resume import check_not_unfinished
 from outpace.runtime.cleanup import temporary_directory
 from outpace.tasks.dataset import EMPTY_PROMPT, sized_rows
 from outpace.tasks.producers import RolloutFunctionProducer
@@ -55,13 +56,12 @@ class GRPOTrainer:
         others |= {"quantization_config": quantization_config, "optimizers[1]": optimizers[1]}
         refuse({name: "is not supported; leave it out" for name, value in others.items() if value is not None})
         name = model if isinstance(model, str) else model.config._name_or_path
-        kind = type(self).__name__.removesuffix("Trainer")
-        self.args = args or self.config_class(f"{name.rpartition('/')[2]}-{kind}")
+        self.args = args or self.config_class(f"{Path(name).name}-{type(self).__name__.removesuffix('Trainer')}")
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         if isinstance(model, str) and processing_class is not None:
-            model = AutoModelForCausalLM.from_pretrained(resolve_model(model))
-        elif not isinstance(model, str) and processing_class is None:
-            self.processing_class = AutoTokenizer.from_pretrained(name)
+            model = AutoModelForCausalLM.from_pretrained(resolve_model(model), **(self.args.model_init_kwargs or {}))
+        if processing_class is None:
+            self.processing_class = AutoTokenizer.from_pretrained(resolve_model(name))
         self._given, self._adapter = model, peft_config is not None
         tasks, heldout = (sized_rows(each, environment_factory) for each in (train_dataset, eval_dataset))
         settings, schedule = self._settings(None if tasks is None else len(tasks))
@@ -99,7 +99,7 @@ class GRPOTrainer:
         return None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
 
     def __getattr__(self, name: str) -> Any:
-        owners = dict.fromkeys(("state", "control"), "_events")
+        owners = dict.fromkeys(("state", "control", "accelerator", "is_world_process_zero"), "_events")
         owners |= dict.fromkeys(("add_callback", "pop_callback", "remove_callback"), "callback_handler")
         if name not in owners:
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
@@ -115,6 +115,8 @@ class GRPOTrainer:
         run, asked = Path(self.args.output_dir).resolve(), Path(str(resume_from_checkpoint)).resolve()
         if isinstance(resume_from_checkpoint, str) and run not in (asked, *asked.parents):
             raise BadInput(f"resume_from_checkpoint: {resume_from_checkpoint} is not in output_dir, {run}")
+        if not resume_from_checkpoint:
+            check_not_unfinished(run)
         try:
             self._trainer.train(resume=bool(resume_from_checkpoint))
         except ComponentFailed as failure:
@@ -126,10 +128,10 @@ class GRPOTrainer:
         metrics = dict(self.state.log_history[-1]) if self.state.log_history else {}
         return TrainOutput(self.state.global_step, metrics.get("train_loss", 0.0), metrics)
 
-    def evaluate(self, *, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Evaluate the newest checkpoint, or the initial model, on `eval_dataset`."""
-        if self.eval_dataset is None:
-            raise BadInput("eval_dataset: must be set to evaluate")
+    def evaluate(self, eval_dataset: Any = None, *, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Evaluate the newest checkpoint of this run, or the initial model, on the trainer's `eval_dataset`."""
+        if self.eval_dataset is None or eval_dataset not in (None, self.eval_dataset):
+            raise BadInput("eval_dataset: pass it to the trainer, which evaluates this one only")
         started = time.time()
         metrics = self._events.evaluated(self._trainer.evaluate().metrics(), started)
         return {name.replace("eval_", f"{metric_key_prefix}_", 1): value for name, value in metrics.items()}
@@ -140,7 +142,7 @@ class GRPOTrainer:
             saved = self._trainer.export(directory / "model", self.args.load_best_model_at_end, self._adapter)
             shutil.copytree(saved, output_dir or self.args.output_dir, dirs_exist_ok=True)
 
-    def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str:
+    def push_to_hub(self, commit_message: str = "End of training", dataset_name: Any = None, **options: Any) -> str:
         """Upload the trained model to the hub, and return its URL."""
         args = self.args
         options = {"private": args.hub_private_repo, "revision": args.hub_revision, "token": args.hub_token, **options}
