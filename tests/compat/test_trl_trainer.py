@@ -168,6 +168,48 @@ def test_a_sequence_classifier_is_a_reward(tmp_path: Path) -> None:
     assert trainer.state.log_history[0][f"rewards/{path.name}/std"] > 0
 
 
+def test_a_lora_config_trains_an_adapter_and_saves_it(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    args = GRPOConfig(str(tmp_path / "run"), max_steps=1, **SMALL)
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = GRPOTrainer("starter", countdown, args, rows("train", 8), peft_config=adapter)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapter"))
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (saved["r"], saved["lora_alpha"], sorted(saved["target_modules"])) == (4, 8.0, ["q_proj", "v_proj"])
+    with pytest.raises(BadInput, match=r"peft_config: .*lora_dropout"):
+        GRPOTrainer("starter", countdown, args, rows("train", 8), peft_config=LoraConfig(lora_dropout=0.1))
+
+
+class Guess:
+    """Gives its own prompt, and the reward."""
+
+    def reset(self, **kwargs: Any) -> str:
+        self.guesses: list[int] = []
+        return "Guess a number between 1 and 3."
+
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: Your guess.
+        """
+        self.guesses.append(number)
+        return "no"
+
+    def get_reward(self) -> float:
+        return float(len(self.guesses))
+
+
+def test_an_environment_may_give_the_prompts_and_the_reward(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path / "run"), max_steps=2, logging_steps=1, **SMALL)
+    trainer = GRPOTrainer("starter-agent", args=args, environment_factory=Guess)
+    trainer.train()
+    assert len([line for line in trainer.state.log_history if "rewards/environment/mean" in line]) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
