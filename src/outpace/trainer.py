@@ -226,7 +226,8 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config
 
 def _config_type_error(config: Any) -> str:
     """Return the error message. For TRL or transformers arguments it names the replacements of those that were set."""
-    reason = f"config: {type(config).__name__} is not accepted; pass a Config, a dict or a TOML file"
+    accepted = "a Config, a dict or a TOML file; TRL's configs go to outpace.compat.trl"
+    reason = f"config: {type(config).__name__} is not accepted; pass {accepted}"
     if not dataclasses.is_dataclass(config):
         return reason
     changed = [

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 import outpace
-from outpace import registry
 from outpace.monitoring.reporter import BOOTSTRAP, ReportOrder
 from outpace.monitoring.run_directory import RunLog
+from outpace.runtime import registry
 from reporting.test_reporter import ATTEMPT
 from support import as_arguments, names, read_lines, run_command, start_command
 from system.conftest import rewards, settings, tasks, toy_model

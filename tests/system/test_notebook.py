@@ -86,6 +86,7 @@ print(trainer.train(resume=True).steps > before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", ["trainer.train()", "await trainer.train_async()"], ids=["train", "train_async"])
 def test_a_kernel_interrupt_ends_the_run_with_a_checkpoint_and_the_next_cell_resumes_it(
     notebook: Notebook, settings: Settings, cell: str

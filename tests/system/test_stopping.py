@@ -80,6 +80,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_sigint_in_a_script_that_awaits_train_async_ends_the_run_as_it_does_for_train(
     endless: Settings, tmp_path: Path
 ) -> None:
@@ -217,7 +218,14 @@ def test_what_a_blocking_callback_requests_happens_at_the_step_it_has_seen(endle
     assert [step for step, _ in requests.checkpoints] == [2, 3]
 
 
-@pytest.mark.parametrize("event", ["on_batch_end", "on_policy_updated", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "on_policy_updated",
+        pytest.param("on_batch_end", marks=pytest.mark.slow),
+        pytest.param("on_checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_a_blocking_callback_that_raises_ends_the_run_with_its_traceback(endless: Settings, event: str) -> None:
     def raises(*arguments: Any) -> None:
         raise ZeroDivisionError("a bug of the callback")

@@ -322,6 +322,7 @@ print(asyncio.run(in_a_loop()).steps)
 """
 
 
+@pytest.mark.slow
 def test_functions_and_registered_names_of_a_script_work_in_every_process_and_inside_a_running_loop(
     settings: Settings, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ async def test_every_tensor_arrives_as_it_was_published(tmp_path: Path, receiver
         assert torch.equal(got[name], tensor)
 
 
+@pytest.mark.slow
 async def test_weights_are_sent_to_several_engines_concurrently(tmp_path: Path, receivers: Receivers) -> None:
     manifest, _ = published(tmp_path)
     meetings = [rendezvous_for(manifest, 40.0, "gloo") for _ in range(2)]
@@ -177,6 +178,7 @@ async def test_a_receiver_lost_halfway_is_an_error_and_the_next_transfer_succeed
     assert torch.equal(torch.load(tmp_path / "got.pt", weights_only=True)["second"], weights["second"])
 
 
+@pytest.mark.slow
 async def test_a_flipped_bit_is_found_by_the_receiver_and_reported_to_the_sender(
     tmp_path: Path, receivers: Receivers
 ) -> None:

@@ -163,7 +163,7 @@ class TransformersCallbacks(Callback):
 
     def on_run_start(self, info: Mapping[str, Any]) -> None:
         self.error = None
-        self._flow = self._training(info["version"], time.time())
+        self._flow = self._training(info["version"], time.monotonic())
         self._awaits = self._advance(None)
 
     def on_batch_start(self, version: int) -> None:
@@ -216,7 +216,7 @@ class TransformersCallbacks(Callback):
             yield "on_run_end"
         except _RunEnded:
             pass
-        steps, seconds = self.state.global_step - first, max(time.time() - started, 1e-9)
+        steps, seconds = self.state.global_step - first, max(time.monotonic() - started, 1e-9)
         samples = steps * self.args.train_batch_size * self.args.gradient_accumulation_steps
         speed = {"train_samples_per_second": samples / seconds, "train_steps_per_second": steps / seconds}
         loss = fmean(self._losses) if self._losses else 0.0
@@ -313,14 +313,14 @@ class TransformersCallbacks(Callback):
             self.control.should_evaluate = False
             return
         self.evaluate()
-        started = time.time()
+        started = time.monotonic()
         self.evaluated((yield "on_evaluation"), started)
 
     def evaluated(self, metrics: Mapping[str, float], started: float) -> dict[str, float]:
         """Log the metrics of an evaluation, and return them by TRL's names."""
         for _ in range(self.eval_batches):
             self._call("on_prediction_step")
-        logs = {**log_names(metrics), "eval_runtime": time.time() - started}
+        logs = {**log_names(metrics), "eval_runtime": time.monotonic() - started}
         self.log(logs)
         self._call("on_evaluate", metrics=logs)
         self._compare_with_best(logs)

@@ -132,7 +132,7 @@ class GRPOTrainer:
         """Evaluate the newest checkpoint of this run, or the initial model, on the trainer's `eval_dataset`."""
         if self.eval_dataset is None or eval_dataset not in (None, self.eval_dataset):
             raise BadInput("eval_dataset: pass it to the trainer, which evaluates this one only")
-        started = time.time()
+        started = time.monotonic()
         metrics = self._events.evaluated(self._trainer.evaluate().metrics(), started)
         return {name.replace("eval_", f"{metric_key_prefix}_", 1): value for name, value in metrics.items()}
 
