@@ -256,6 +256,7 @@ def test_the_page_has_every_field_and_key_with_its_reason() -> None:
     assert {*FIELDS, *keys.TRANSLATED, *keys.RENAMED} - set(re.findall(r"`([\w.]+)`", first)) == set()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_example_with_a_producer_raises_held_out_reward(tmp_path: Path) -> None:
     done = run_command("train", str(EXAMPLE), "--quiet", "--run.dir", str(tmp_path / "run"), within_s=900)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import outpace
 from compat.heldout import EXAMPLES, heldout_reward
-from compat.recorded_script import CASES, rows
+from compat.recorded_script import rows
 from outpace.compat.trl import GRPOConfig, GRPOTrainer
 from outpace.errors import BadInput
 from outpace.models.loading import resolve_model
@@ -41,7 +41,9 @@ def run_script(script: Path, *arguments: str, directory: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["accumulation", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("iterations", "control"))]
+)
 def test_callbacks_get_the_calls_that_trl_makes(case: str, tmp_path: Path) -> None:
     recorded = []
     for module in ("trl", "outpace.compat.trl"):
@@ -54,12 +56,14 @@ def test_callbacks_get_the_calls_that_trl_makes(case: str, tmp_path: Path) -> No
     assert ours["history"] == theirs["history"]
 
 
+@pytest.mark.nightly
 def test_the_documented_script_raises_the_heldout_reward(tmp_path: Path) -> None:
     printed = run_script(EXAMPLES / "trl_grpo.py", directory=tmp_path)
     before, after = map(float, re.findall(r"held-out reward (\S+) -> (\S+)", printed)[0])
     assert after - before >= 0.2
 
 
+@pytest.mark.nightly
 def test_the_documented_asynchronous_script_raises_the_heldout_reward(tmp_path: Path) -> None:
     run_script(EXAMPLES / "trl_async_grpo.py", directory=tmp_path)
     assert heldout_reward(tmp_path / "runs" / "trl-async-grpo" / "model") - heldout_reward("starter") >= 0.2

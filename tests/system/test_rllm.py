@@ -118,6 +118,7 @@ def test_arguments_that_cannot_be_honored_are_refused_by_name() -> None:
         type("Own", (rllm.BackendProtocol,), {"update_policy": None})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_countdown_script_raises_the_held_out_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
