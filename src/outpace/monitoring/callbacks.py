@@ -199,6 +199,7 @@ class CallbackRunner:
         while not done.is_set() and self._failure is None and thread.is_alive():
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, POLL_S)
+        await asyncio.sleep(0)  # what the callbacks requested is scheduled on this loop before, and comes first
 
     def check(self) -> None:
         """Raise if a callback has failed."""

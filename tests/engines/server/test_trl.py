@@ -23,4 +23,4 @@ def test_the_asynchronous_script_learns_with_a_vllm_server(vllm: RunningVllm, tm
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert heldout_reward(tmp_path / "runs" / "trl-async-grpo" / "model") - heldout_reward("starter") >= 0.2
+    assert heldout_reward(tmp_path / "runs" / "trl-async-grpo" / "trained") - heldout_reward("starter") >= 0.2
