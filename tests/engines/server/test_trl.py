@@ -11,7 +11,7 @@ import pytest
 from compat.heldout import EXAMPLES, heldout_reward
 from servers_support import RunningVllm
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 def test_the_asynchronous_script_learns_with_a_vllm_server(vllm: RunningVllm, tmp_path: Path) -> None:
