@@ -52,9 +52,8 @@ def session(tmp_path: Path, tests: str, *options: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param([], id="one process"), pytest.param(["-n1"], id="xdist", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [pytest.param([], id="one process"), pytest.param(["-n1"], id="xdist")])
 def test_a_session_that_leaves_things_behind_fails_and_lists_them(tmp_path: Path, options: list[str]) -> None:
     report = tmp_path / "report"
     ended = session(tmp_path, LEAKY.format(report=str(report)), *options)

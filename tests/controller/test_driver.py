@@ -90,15 +90,16 @@ async def test_weights_that_fail_their_checksum_are_read_once_more_and_counted(r
     assert sum(line.get("faults/corrupt_weights", 0) for line in lines) == 1
 
 
+@pytest.fixture
+def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_versions, "FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_backoff")
 async def test_weights_that_stay_corrupt_end_the_run(rig: Rig) -> None:
     rig.engine.corrupt = 100
     with pytest.raises(CorruptData, match="a flipped bit"):
         await rig.run()
-
-
-@pytest.fixture
-def no_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy_versions, "FIRST_PAUSE_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_backoff")

@@ -34,6 +34,7 @@ def runtime_directories_of(pid: int) -> list[Path]:
     return [file.parent for file in files if file.name == "owner.lock"]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_at_once_and_leaves_no_process_and_no_runtime_directory(
     start: StartRun, settings: Settings, tmp_path: Path
 ) -> None:

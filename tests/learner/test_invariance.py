@@ -50,13 +50,20 @@ WHOLE_BATCH: dict[str, dict[str, Any]] = {
 
 
 def combinations(names: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize with every pair of values of name, aggregation and dtype; nightly with every combination of three."""
+    """Parametrize with every name and every aggregation in each dtype; slow with every pair of values, nightly with
+    every combination of three."""
     numbered = product(enumerate(names), enumerate(AGGREGATIONS), enumerate(DTYPES))
     marked = [
-        pytest.param(name, aggregation, dtype, marks=[pytest.mark.nightly] if (i + j + k) % 2 else [])
+        pytest.param(name, aggregation, dtype, marks=_suite(i, j, k))
         for (i, name), (j, aggregation), (k, dtype) in numbered
     ]
     return pytest.mark.parametrize(("name", "aggregation", "dtype"), marked)
+
+
+def _suite(name: int, aggregation: int, dtype: int) -> list[pytest.MarkDecorator]:
+    if (name + aggregation + dtype) % 2:
+        return [pytest.mark.nightly]
+    return [] if (aggregation + dtype - name) % 4 == 0 else [pytest.mark.slow]
 
 
 def core_of(model: LlamaForCausalLM, config: Config, dtype: str) -> LearnerCore:

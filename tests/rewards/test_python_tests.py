@@ -277,12 +277,13 @@ WITHIN = "assert 9 in f(3)\n"
 
 
 def forgeries() -> Iterator[Any]:
-    """Every program with each kind of test, and with and without namespaces; every combination nightly."""
+    """Every program with one kind of test and with or without namespaces; slow with both, every combination nightly."""
     for number, (name, program) in enumerate(FORGERIES.items()):
         for namespaces in (True, False):
             halves = [[SQUARES, WITHIN], [NEAR]]
-            now, later = halves if (number + namespaces) % 2 else halves[::-1]
-            yield pytest.param(program, namespaces, now, id=f"{name}-{namespaces}")
+            now, later = halves if (number // 2 + namespaces) % 2 else halves[::-1]
+            slow = [pytest.mark.slow] if (number + namespaces) % 2 else []
+            yield pytest.param(program, namespaces, now, id=f"{name}-{namespaces}", marks=slow)
             yield pytest.param(program, namespaces, later, id=f"{name}-{namespaces}-more", marks=pytest.mark.nightly)
 
 

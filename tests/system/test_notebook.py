@@ -104,6 +104,7 @@ def test_a_kernel_interrupt_ends_the_run_with_a_checkpoint_and_the_next_cell_res
     assert notebook.run(RESUME).splitlines()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_progress_is_shown_in_one_output_that_is_updated(notebook: Notebook, settings: Settings) -> None:
     notebook.run(setup_cell({**settings}).replace("100000", "5"))
     notebook.start("summary = trainer.train()")

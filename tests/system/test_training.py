@@ -112,6 +112,7 @@ def test_warm_up_steps_are_on_policy(settings: Settings, tmp_path: Path) -> None
     assert [line["lag/max"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")][:3] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_is_the_same_in_child_processes_which_leave_only_the_run_directory(
     settings: Settings, tmp_path: Path
 ) -> None:

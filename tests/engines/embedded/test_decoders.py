@@ -52,7 +52,7 @@ def batch_of(model: PreTrainedModel, path: str, slots: int = 4, **options: bool)
 
 
 @pytest.mark.parametrize(("family", "path"), CASES)
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_greedy_output_matches_transformers_generate(
     family: str, path: str, deterministic: bool, model_of: Callable[..., PreTrainedModel],
     prompts: Callable[..., list[np.ndarray]], forced_logits: Callable[..., torch.Tensor],
