@@ -4,8 +4,9 @@
 
 The work is that of `outpace bench overlap`: the starter model on countdown puzzles, synchronous and asynchronous, every
 group trained. The trainers of TRL log every step and have a callback of transformers. Compared are mean step times, the
-first third of the steps left out. The speed of a shared machine drifts, so each run is compared with the other one next
-to it, and the median of these ratios counts. The command exits with 1 if it is above `LIMIT`.
+first third of the steps left out. The speed of a shared machine drifts by more than the difference, so both run at the
+same time and compete for the same cores, and the median of the ratios counts. The command exits with 1 if it is above
+`LIMIT`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from outpace.runtime.cleanup import temporary_directory
@@ -40,8 +42,9 @@ def main() -> int:
     for mode in MODES:
         seconds: dict[str, list[float]] = {"native": [], "trl": []}
         for repeat in range(options.repeats):
-            for how in seconds if repeat % 2 == 0 else reversed(seconds):
-                seconds[how].append(measure(how, mode, options.steps))
+            measured = measure(mode, options.steps, [*seconds][:: 1 if repeat % 2 == 0 else -1])
+            for how, value in measured.items():
+                seconds[how].append(value)
             print(mode, {how: round(values[-1], 3) for how, values in seconds.items()}, file=sys.stderr)
         ratio = median_ratio(seconds)
         worst = max(worst, ratio)
@@ -54,16 +57,24 @@ def median_ratio(seconds: dict[str, list[float]]) -> float:
     return statistics.median(trl / native for trl, native in zip(seconds["trl"], seconds["native"], strict=True))
 
 
-def measure(how: str, mode: str, steps: int) -> float:
-    """Return the mean seconds of the later steps of one run."""
+def measure(mode: str, steps: int, order: list[str]) -> dict[str, float]:
+    """Return the mean seconds of the later steps of both runs, which are started in this order."""
     with temporary_directory("bench") as directory:
-        run = directory / "run"
-        subprocess.run(
-            [sys.executable, __file__, "--steps", str(steps), "--one", how, mode, str(run)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+        runs = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--steps", str(steps), "--one", how, mode, str(directory / how)],
+                stdout=subprocess.DEVNULL,
+            )
+            for how in order
+        ]
+        codes = [run.wait() for run in runs]
+        if any(codes):
+            raise SystemExit(f"a run failed: {directory}")
+        return {how: _late_steps(directory / how) for how in order}
+
+
+def _late_steps(run: Path) -> float:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     return statistics.fmean(json.loads(line)["time/step_s"] for line in lines[len(lines) // 3 :])
 
 

@@ -32,7 +32,7 @@ import re
 import struct
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -331,16 +331,16 @@ COMPACTED = "kept"
 """Owner of compacted files. No worker has this name, so nothing is appended to them."""
 
 
-def survey_journal(directory: Path) -> list[FinishedGroup]:
-    """Return every finished group in the journal with its place, sorted by it. Torn or damaged entries are skipped with
-    a warning.
+def survey_journal(directory: Path, wanted: Callable[[FinishedGroup], bool] = lambda _: True) -> list[FinishedGroup]:
+    """Return the wanted groups of the journal with their places, sorted by them. Torn or damaged entries are skipped
+    with a warning.
 
     A group stored several times (its worker died before reporting, or a compaction was killed) is returned once: the
     copy with the lowest newest version, which is valid for every checkpoint that any other copy is valid for.
 
     Blocks on the disk: call it off the event loop, before any worker writes."""
     chosen: dict[tuple[int, int], FinishedGroup] = {}
-    for found in _all_groups(directory):
+    for found in filter(wanted, _all_groups(directory)):
         key = found.order.position, found.order.group
         known = chosen.get(key)
         if known is None or found.report.newest < known.report.newest:

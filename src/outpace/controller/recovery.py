@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean
+from typing import Literal
 
 import msgspec
 
@@ -77,20 +78,36 @@ def choose_recovered(
     found: Iterable[FinishedGroup], state: SchedulerState, settings: SchedulerSettings
 ) -> RecoveredWork:
     """Select the groups to recover. If two groups belong to the same visit, the first one counts."""
-    lag, is_open = _allowed_lag(state, settings), _open_visits(state, settings)
+    use = recovery_rule(state, settings)
     finished: dict[int, FinishedGroup] = {}
     pooled: dict[int, FinishedGroup] = {}
     for kept in found:
-        order = kept.order
-        if kept.report.newest > state.version:
-            continue
-        if order.group in state.replay and first_visit(order.position) < state.ledger.cursor:
-            pooled.setdefault(order.group, kept)
-        elif not settings.deterministic and order.min_version + lag >= state.version and is_open(order.position):
-            finished.setdefault(order.position, kept)
+        if (how := use(kept)) == "replay":
+            pooled.setdefault(kept.order.group, kept)
+        elif how == "train":
+            finished.setdefault(kept.order.position, kept)
+    lag = _allowed_lag(state, settings)
     return RecoveredWork(
         tuple(_trainable_in_time(finished.values(), state.version, settings, lag)), tuple(pooled.values())
     )
+
+
+def recovery_rule(
+    state: SchedulerState, settings: SchedulerSettings
+) -> Callable[[FinishedGroup], Literal["train", "replay"] | None]:
+    """Return a function that says what a group in the journal can be used for."""
+    lag, is_open = _allowed_lag(state, settings), _open_visits(state, settings)
+
+    def use(kept: FinishedGroup) -> Literal["train", "replay"] | None:
+        order = kept.order
+        if kept.report.newest > state.version:
+            return None
+        if order.group in state.replay and first_visit(order.position) < state.ledger.cursor:
+            return "replay"
+        in_time = order.min_version + lag >= state.version
+        return "train" if not settings.deterministic and in_time and is_open(order.position) else None
+
+    return use
 
 
 def recorded(

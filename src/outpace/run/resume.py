@@ -44,6 +44,7 @@ from outpace.controller.recovery import (
     choose_recovered,
     decode_state,
     recorded,
+    recovery_rule,
 )
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, NotSaved, plural
@@ -142,7 +143,8 @@ def _recover(
     if not journal.is_dir():
         return NO_RECOVERED_WORK
     state = state or SchedulerState(order.count, order.seed, order.shuffle)
-    found = [each for each in survey_journal(journal) if usable and _is_same_task(order, each)]
+    use = recovery_rule(state, settings)
+    found = survey_journal(journal, lambda each: usable and _is_same_task(order, each) and use(each) is not None)
     chosen = choose_recovered(found, state, settings)
     kept = compact_journal(journal, [*chosen.finished, *chosen.pooled])
     finished = len(chosen.finished)
