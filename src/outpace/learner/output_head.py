@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Logits in memory at once: 64 MiB in float32 on a CPU; large matrix products on a GPU."""
+LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits in memory at once: 64 MiB in float32 on a CPU, larger matrix products on a GPU. `outpace.hardware.memory`
+knows them too."""
 
 
 def token_logprobs(
