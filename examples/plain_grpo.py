@@ -215,7 +215,7 @@ class Learner:
                 sampler_logp_N=sampler_logp_N,
                 advantages_N=torch.from_numpy(packed.advantages_N),
                 sequence_N=torch.from_numpy(packed.sequence_N),
-                sequences=packed.documents,
+                sequences=packed.rows,
             )
             loss = self.policy_loss(tokens_N).sum(dtype=torch.float64)
             loss.backward()  # type: ignore[no-untyped-call]

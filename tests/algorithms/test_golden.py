@@ -14,6 +14,7 @@ from outpace.algorithms import losses
 from outpace.algorithms.corrections import correction_weights, keep_mask, m2po, opsm, staleness_sums
 from outpace.algorithms.losses import Tokens, aggregation_weights, loss_denominator
 from outpace.algorithms.registry import Aggregation
+from outpace.learner.metrics import read_scalars
 
 
 def doubles(*values: float) -> Tensor:
@@ -125,7 +126,7 @@ def test_reference_kl_matches_golden_values(estimator: losses.KlEstimator, expec
 
 def test_sampler_mismatch_matches_golden_values() -> None:
     kept_N, fresh_N = torch.ones(5).bool(), torch.tensor([1, 0, 0, 1, 0]).bool()
-    sums, maxima = staleness_sums(CURRENT, SAMPLER, ADVANTAGES, -ADVANTAGES, kept_N, fresh_N)
+    sums, maxima = map(read_scalars, staleness_sums(CURRENT, SAMPLER, ADVANTAGES, -ADVANTAGES, kept_N, fresh_N))
     w = np.array([1.221403, 0.904837, 2.459603, 1.051271, 0.606531])
     assert sums["weight"] == pytest.approx(w.sum(), abs=3e-6)
     assert sums["weight_sq"] == pytest.approx((w**2).sum(), abs=2e-5)

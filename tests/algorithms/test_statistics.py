@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.algorithms.corrections import RATIO_BINS, RATIO_EDGES, effective_sample_size, staleness_sums
+from outpace.learner.metrics import read_scalars
 from support import examples
 
 Row = tuple[float, float, float, float, bool, bool]
@@ -23,7 +24,8 @@ def measure(table: list[Row], dtype: torch.dtype = torch.float64) -> tuple[dict[
     """Measure rows of (log pi, log sampler, advantage, coefficient, kept, fresh)."""
     columns = torch.tensor(table, dtype=torch.float64).reshape(len(table), 6).unbind(1)
     numbers = [column.to(dtype) for column in columns[:4]]
-    return staleness_sums(numbers[0].requires_grad_(), *numbers[1:], columns[4].bool(), columns[5].bool())
+    sums, maxima = staleness_sums(numbers[0].requires_grad_(), *numbers[1:], columns[4].bool(), columns[5].bool())
+    return read_scalars(sums), read_scalars(maxima)
 
 
 def plain(table: list[Row]) -> dict[str, float]:

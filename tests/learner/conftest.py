@@ -50,11 +50,19 @@ def make_row() -> Callable[..., Row]:
     return make
 
 
+SHARED = (0, 10, 19)
+"""Of three rows, the second and the third begin with so many tokens of the first, some of them trained."""
+
+
 @pytest.fixture
 def make_rows(make_row: Callable[..., Row]) -> Callable[..., list[Row]]:
     def make(count: int, seed: int = 0, version: int = 0) -> list[Row]:
         noise = np.random.default_rng(seed)
         lengths = noise.integers(5, 40, count)
-        return [make_row(int(n), 3, seed=seed * 1000 + i, version=version) for i, n in enumerate(lengths)]
+        rows = [make_row(int(n), 3, seed=seed * 1000 + i, version=version) for i, n in enumerate(lengths)]
+        for index, row in enumerate(rows):
+            shared = rows[index - index % 3].tokens[: SHARED[index % 3]]
+            row.tokens[: len(shared)] = shared[: len(row.tokens)]
+        return rows
 
     return make

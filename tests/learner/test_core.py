@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 from outpace.errors import CorruptData, OutpaceError
 from outpace.learner import state
+from outpace.learner.attention import ATTENTION_NAME
 from outpace.learner.core import LearnerCore
 from outpace.types import Row, StepReport
 from support import resolved
@@ -270,7 +271,7 @@ def test_on_policy_rows_have_importance_weight_one(make_llama: MakeLlama, make_r
 def on_its_own(core: LearnerCore, row: Row) -> torch.Tensor:
     core.model.set_attn_implementation("sdpa")
     hidden = core.model.model(torch.from_numpy(row.tokens).long()[None], use_cache=False).last_hidden_state[0, :-1]
-    core.model.set_attn_implementation("outpace_documents")
+    core.model.set_attn_implementation(ATTENTION_NAME)
     return hidden
 
 

@@ -28,6 +28,7 @@ from support import resolved
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # torch.compile warns about its own code
 ]
 
 MakeLlama = Callable[..., LlamaForCausalLM]
@@ -151,11 +152,61 @@ def test_the_memory_estimate_for_the_learner_is_close_to_the_measured_peak_on_a_
     )  # fmt: skip
     core = LearnerCore(LlamaForCausalLM(shape).cuda(), config)
     mask, ones = np.arange(513) > 100, np.full(513, -1.0, dtype=np.float32)
-    row = Row(np.ones(513, dtype=np.int32), mask, ones, np.zeros(513, dtype=np.int32), ones)
+    noise = np.random.default_rng(0)
+    rows = [
+        Row(noise.integers(0, 49_152, 513).astype(np.int32), mask, ones, np.zeros(513, dtype=np.int32), ones)
+        for _ in range(tokens // 512)
+    ]
     for _ in range(2):
-        core.accumulate([row] * (tokens // 512))
+        core.accumulate(rows)
         core.step()
     measured = torch.cuda.max_memory_allocated() - before
-    estimate = learner_memory(config, SMOLLM2).most
+    estimate = learner_memory(config, SMOLLM2, on_gpu=True).most
     print(f"checkpointing {checkpointing}, {tokens} tokens: estimated {estimate:,}, measured {measured:,}")
     assert 0.6 * estimate < measured < 1.25 * estimate
+
+
+@pytest.mark.parametrize("preset", ["default", "gspo", "kl_and_entropy"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_shared_prefixes_and_compiled_layers_give_the_gradient_of_padded_rows(
+    make_llama: MakeLlama, make_rows: MakeRows, dtype: str, preset: str
+) -> None:
+    expected = gradient(make_llama(), make_rows(12), dtype, preset, padded=True)
+    found = gradient(make_llama(), make_rows(12), dtype, preset, padded=False)
+    assert relative_error(found, expected) < (1e-6 if dtype == "float64" else 1e-4)
+
+
+@pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 4}, {"head_dim": 16}])
+def test_bfloat16_gradients_of_flash_attention_are_as_exact_as_those_of_padded_rows(
+    make_llama: MakeLlama, make_rows: MakeRows, heads: dict[str, int]
+) -> None:
+    rows = [row for seed in range(8) for row in make_rows(24, seed=seed)]
+    exact = gradient(make_llama(initializer_range=0.1, **heads), rows, "float64", "default", padded=True)
+    padded, packed = (
+        relative_error(gradient(make_llama(initializer_range=0.1, **heads), rows, "bfloat16", "default", each), exact)
+        for each in (True, False)
+    )
+    assert packed <= 1.2 * padded
+
+
+PRESETS: dict[str, dict[str, object]] = {
+    "default": {},
+    "gspo": {"policy_loss.name": "gspo"},
+    "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy_coefficient": 0.01},
+}
+
+
+def gradient(model: LlamaForCausalLM, rows: list[Row], dtype: str, preset: str, padded: bool) -> torch.Tensor:
+    """Return the gradient that the update gets, divided by the number of tokens."""
+    settings = {"learner.lr": 1e-3, "learner.max_grad_norm": 1e9, "learner.compile": not padded} | PRESETS[preset]
+    core = LearnerCore(model.cuda(), resolved(settings), getattr(torch, dtype))
+    if padded:
+        core.compute_model.set_attn_implementation("sdpa")
+        options = ForwardOptions(1.0, core.dtype, entropy_gradient=preset == "kl_and_entropy")
+        core._forward = PaddedForward(core.compute_model, options)
+    core.accumulate(rows)
+    return torch.cat([p.grad.flatten().double() for p in core.parameters.values() if p.grad is not None])
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())

@@ -32,7 +32,7 @@ STREAMED: dict[str, dict[str, Any]] = {
         "policy_loss.old_policy": "recomputed",
         "correction.masks": ["geometric"],
     }
-    | {"correction.geometric_low": 0.5, "correction.geometric_high": 2.0},
+    | {"correction.geometric_low": 0.02, "correction.geometric_high": 5.0},
     "gspo": {"policy_loss.name": "gspo"},
     "sequence_weight": {"policy_loss.name": "reinforce", "correction.weight": "sequence"},
     "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy_coefficient": 0.01},

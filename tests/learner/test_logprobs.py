@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outpace.learner import forward
-from outpace.learner.forward import logprobs_from_logits, token_logprobs
+from outpace.learner import output_head
+from outpace.learner.output_head import logprobs_from_logits, token_logprobs
 
 
 def plain(hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
@@ -19,7 +19,7 @@ def plain(hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, te
 def test_sliced_logprobs_and_gradients_equal_the_plain_formula(
     temperature: float, with_bias: bool, slice_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "LOGITS_PER_SLICE", slice_logits)
+    monkeypatch.setitem(output_head.LOGITS_PER_SLICE, "cpu", slice_logits)
     torch.manual_seed(0)
     targets = torch.randint(0, 19, (23,))
     weights = torch.randn(23, dtype=torch.float64)

@@ -54,9 +54,10 @@ def column(row: Row, name: str) -> Tensor:
 
 
 def assert_same(found: Gradient, model: LlamaForCausalLM) -> None:
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-9)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert expected.keys() == found.keys()
+    left, right = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in (found, expected))
+    assert (left - right).norm() < 1e-6 * right.norm()
 
 
 @pytest.fixture
@@ -98,8 +99,8 @@ def test_importance_weights_and_masks_multiply_the_policy_loss(
         "correction.masks": ["token", "geometric"],
         "correction.token_low": 0.2,
         "correction.token_high": 3.0,
-        "correction.geometric_low": 0.6,
-        "correction.geometric_high": 1.6,
+        "correction.geometric_low": 0.25,
+        "correction.geometric_high": 4.0,
     }
     core = core_of(make_llama(initializer_range=0.2), settings)
     found = gradient_of(core, rows)
@@ -108,7 +109,7 @@ def test_importance_weights_and_masks_multiply_the_policy_loss(
         logp, sampler = logp_of(logits_of(model, row), row), column(row, "logprobs")
         rho = (logp.detach() - sampler).exp()
         keep = (rho >= 0.2) & (rho <= 3.0)
-        if not 0.6 <= float(rho.log().mean().exp()) <= 1.6:
+        if not 0.25 <= float(rho.log().mean().exp()) <= 4.0:
             keep[:] = False
         (-rho.clamp(max=1.5) * keep * column(row, "advantages") * logp).sum().backward()  # type: ignore[no-untyped-call]
         rejected += int((~keep).sum())

@@ -46,22 +46,62 @@ def test_a_pass_exceeds_its_token_limit_only_if_it_holds_a_single_row(
     shapes: list[tuple[int, int]], tokens_per_pass: int
 ) -> None:
     for packed in pack([row_of(n, p) for n, p in shapes], tokens_per_pass):
-        assert len(packed.tokens_T) <= tokens_per_pass or packed.documents == 1
+        assert len(packed.tokens_T) <= tokens_per_pass or packed.rows == 1
 
 
-@given(lengths_and_prompts)
-def test_positions_restart_at_every_document(shapes: list[tuple[int, int]]) -> None:
-    for packed in pack([row_of(n, p) for n, p in shapes], 64):
-        bounds = packed.cu_seqlens_D1
-        assert bounds[0] == 0
-        assert bounds[-1] == len(packed.tokens_T)
-        for start, end in pairwise(bounds):
-            assert packed.position_ids_T[start:end].tolist() == list(range(end - start))
+branching = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=5).map(lambda parts: [part for part in parts for _ in range(9)]),
+    max_size=12,
+)
+"""Rows of runs of equal tokens, so that many have a common prefix."""
+
+
+@given(branching, st.integers(1, 100))
+def test_every_token_is_predicted_from_the_whole_history_of_its_row(
+    histories: list[list[int]], tokens_per_pass: int
+) -> None:
+    rows = [with_tokens(row_of(len(tokens), 1), tokens) for tokens in histories]
+    trained = [row for row in rows if row.mask.any()]
+    for packed in pack(rows, tokens_per_pass):
+        assert packed.cu_seqlens_S1[-1] == len(packed.tokens_T)
+        assert len(packed.tokens_T) <= tokens_per_pass or packed.rows == 1
+        history_T = histories_of(packed)
+        for number in range(packed.rows):
+            row, at = trained.pop(0), packed.sources_N[packed.sequence_N == number]
+            expected = [row.tokens[:end].tolist() for end in np.flatnonzero(row.mask)]
+            assert [packed.tokens_T[history_T[place]].tolist() for place in at] == expected
+            assert packed.position_ids_T[at].tolist() == [len(tokens) - 1 for tokens in expected]
+    assert trained == []
+
+
+def histories_of(packed: PackedBatch) -> list[np.ndarray]:
+    """Return the places that each token sees: its segment's context up to itself."""
+    histories: list[np.ndarray] = []
+    bounds = zip(pairwise(packed.cu_seqlens_S1), pairwise(packed.cu_context_S1), strict=True)
+    for (start, end), (first, last) in bounds:
+        context = packed.context_K[first:last]
+        assert context[len(context) - (end - start) :].tolist() == list(range(start, end))
+        histories += [context[: len(context) - (end - start) + index + 1] for index in range(end - start)]
+    return histories
+
+
+def with_tokens(row: Row, tokens: list[int]) -> Row:
+    return Row(np.array(tokens, dtype=np.int32), row.mask, row.logprobs, row.versions, row.advantages)
+
+
+def test_a_prompt_is_packed_once_for_all_attempts_and_a_history_once_for_all_turns() -> None:
+    prompt, answer = list(range(20)), list(range(30, 42))
+    answers = [answer, list(range(60, 65)), answer + list(range(50, 60)), [*answer[:10], 99]]
+    rows = [with_tokens(row_of(20 + len(tokens), 20), prompt + tokens) for tokens in answers]
+    (packed,) = pack(rows, 100)
+    assert len(packed.tokens_T) == len(prompt) + (len(answers[1]) - 1) + (len(answers[2]) - 1)
+    (apart,) = pack(rows, 200, share_prefixes=False)
+    assert len(apart.tokens_T) == sum(len(row.tokens) - 1 for row in rows)
 
 
 def test_rows_fill_passes_in_the_order_given() -> None:
-    passes = pack([row_of(n, 1) for n in (5, 4, 9, 2, 2)], tokens_per_pass=8)
-    assert [np.diff(p.cu_seqlens_D1).tolist() for p in passes] == [[4, 3], [8], [1, 1]]
+    passes = pack([row_of(n, 1, 100 * i) for i, n in enumerate((5, 4, 9, 2, 2))], tokens_per_pass=8)
+    assert [np.diff(p.cu_seqlens_S1).tolist() for p in passes] == [[4, 3], [8], [1, 1]]
 
 
 def test_tokens_after_the_last_trained_token_are_dropped() -> None:
@@ -115,7 +155,7 @@ def test_packing_twice_gives_the_same_passes() -> None:
     rows = [row_of(n, 2) for n in (9, 3, 7, 12)]
 
     def as_lists(packed: PackedBatch) -> list[list[float]]:
-        names = set(packed.__dataclass_fields__) - {"extras"}
+        names = set(packed.__dataclass_fields__) - {"extras", "rows"}
         return [getattr(packed, name).tolist() for name in sorted(names)]
 
     assert [as_lists(p) for p in pack(rows, 16)] == [as_lists(p) for p in pack(rows, 16)]

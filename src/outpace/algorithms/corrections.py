@@ -171,8 +171,8 @@ def staleness_sums(
     coefficient_N: Tensor,
     keep_N: Tensor,
     fresh_N: Tensor,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Return sums and maxima over the tokens of one pass, with a single device-to-host transfer.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return sums and maxima over the tokens of one pass, on the device.
 
     `coefficient_N` is d(policy loss) / d log pi per token before aggregation. `keep_N` marks tokens that no mask
     rejected. `fresh_N` marks tokens sampled by the version being trained; their mismatch is due to the engine alone.
@@ -206,8 +206,7 @@ def staleness_sums(
         **_ratio_bins(weights_N),
     }
     largest = weights_N.max() if weights_N.numel() else weights_N.new_zeros(())
-    *sums, ratio = _fetch([*(values_N.sum() for values_N in terms.values()), largest], weights_N)
-    return dict(zip(terms, sums, strict=True)), {"ratio": ratio}
+    return {name: values_N.sum() for name, values_N in terms.items()}, {"ratio": largest}
 
 
 def effective_sample_size(sums: Mapping[str, float], tokens: int) -> float:
@@ -221,11 +220,3 @@ def _ratio_bins(weights_N: Tensor) -> dict[str, Tensor]:
     above = [weights_N >= edge for edge in RATIO_EDGES]
     inner = [low & ~high for low, high in pairwise(above)]
     return dict(zip(RATIO_BINS, [~above[0], *inner, above[-1]], strict=True))
-
-
-def _fetch(scalars: list[Tensor], like: Tensor) -> list[float]:
-    """Copy all scalars to the host in one transfer."""
-    gathered = like.new_zeros(len(scalars))
-    for index, scalar in enumerate(scalars):
-        gathered[index] = scalar
-    return [float(number) for number in gathered.tolist()]

@@ -312,6 +312,8 @@ class LearnerConfig(Section):
     """Maximum tokens packed into one forward/backward pass. A longer sequence gets its own pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute."""
+    compile: bool = True
+    """Compile the model's layers on a GPU, which takes some seconds at the start."""
     threads: int | None = Field(default=None, ge=1)
     """CPU compute threads of the learner. Default: run.threads, or as many as the machine's load allows."""
     stream: bool | None = None

@@ -30,7 +30,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 FIRST_CAPACITY = 128
 """Initial capacity of a KV cache, in tokens."""
 PREFILL_TOKENS = 4096
-LOGITS_PER_SLICE = 1 << 24
+LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 27}
 NVIDIA_SMI_S = 20.0
 
 
@@ -139,36 +139,39 @@ def engine_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
     return MemoryEstimate(fixed, full - slots * first * kv, "engine.slots", slots, per_slot, first * kv)
 
 
-def learner_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> MemoryEstimate:
     parameters = shape.parameters
+    halves, compiled = config.model.dtype == "bfloat16", on_gpu and config.learner.compile
     if config.lora.rank:
         fixed = 4 * parameters + 16 * _adapter_parameters(config, shape)
     else:
-        fixed = 16 * parameters  # float32: weights, gradients, two moments
+        fixed = (18 if halves else 16) * parameters  # float32: weights, gradients, two moments; bfloat16 copy
         fixed += 4 * parameters if config.kl.coefficient > 0 else 0
-    halves = config.model.dtype == "bfloat16"
     context = min(config.engine.context or shape.context, shape.context)
     batch = config.pacing.groups_per_step * config.rollout.group_size * context
     tokens = min(max(config.learner.tokens_per_pass, context), batch)
-    layer = _layer_activations(shape, halves)
+    layer = _layer_activations(shape, halves, compiled)
     if config.learner.gradient_checkpointing:
         per_token = shape.layers * 4 * shape.width + layer
     else:
         per_token = shape.layers * layer
     per_token += 16 * shape.width
-    slices = 4 * LOGITS_PER_SLICE * 4 + 4 * shape.vocabulary * shape.width
-    casts = 2 * parameters if halves else 0
-    filled = tokens * per_token + slices + casts
+    logits = LOGITS_PER_SLICE["cuda"] * 8 if compiled else LOGITS_PER_SLICE["cpu"] * 16
+    casts = 2 * parameters if halves and config.lora.rank else 0
+    filled = tokens * per_token + logits + 4 * shape.vocabulary * shape.width + casts
     if config.learner.tokens_per_pass <= context:  # a pass holds at least one sequence
         return MemoryEstimate(fixed, filled, "engine.context", tokens, per_token)
     return MemoryEstimate(fixed, filled, "learner.tokens_per_pass", tokens, per_token, lowest=context)
 
 
-def _layer_activations(shape: ModelShape, halves: bool) -> int:
+def _layer_activations(shape: ModelShape, halves: bool, compiled: bool) -> int:
     """Return the bytes per token that one layer keeps for its backward pass. Norms keep their float32 input and output;
-    with bfloat16 matmuls every linear layer keeps its own bfloat16 copy of its input."""
+    with bfloat16 matmuls every linear layer keeps its own bfloat16 copy of its input. Compiled layers recompute what is
+    cheap."""
     width, queries = shape.width, shape.heads * shape.head_size
     keys, wide = shape.kv_heads * shape.head_size, shape.feed_forward
+    if halves and compiled:
+        return 9 * width + 4 * queries + 4 * keys + 6 * wide
     if halves:
         return 26 * width + 6 * queries + 4 * keys + 8 * wide
     return 24 * width + 12 * queries + 8 * keys + 16 * wide
@@ -199,7 +202,7 @@ class AvailableMemory:
 
 def check_memory(config: Config, placement: Placement, shape: ModelShape, available: AvailableMemory) -> list[str]:
     """Return warnings for what may not fit. Raises `BadInput` for what cannot fit."""
-    learner = learner_memory(config, shape)
+    learner = learner_memory(config, shape, on_gpu=_device(placement.learner) != "")
     engines = [engine_memory(config, shape)] * len(placement.engines) if config.engine.kind == "embedded" else []
     warnings: list[str] = []
     for device in dict.fromkeys(_device(each) for each in (placement.learner, *placement.engines)):

@@ -29,6 +29,7 @@ from outpace.config import Config
 from outpace.config.algorithm import CriticConfig, configured_advantage
 from outpace.errors import plural
 from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
+from outpace.learner.compute_copy import ComputeCopy
 from outpace.learner.forward import Forward, ForwardOptions, ForwardOutputs, choose_forward, matching_forward
 from outpace.learner.loss import LossAssembly
 from outpace.learner.metrics import StepTotals, step_metrics
@@ -62,8 +63,15 @@ class LearnerCore:
         _prepare(model, config.learner.gradient_checkpointing, double)
         has_critic = configured_advantage(config.advantage).registration.critic
         logprobs_only = ForwardOptions(config.rollout.temperature, self.dtype)
-        options = replace(logprobs_only, entropy_gradient=config.algorithm.entropy_coefficient != 0, hidden=has_critic)
-        self._forward = choose_forward(model, options)
+        options = replace(
+            logprobs_only,
+            entropy_gradient=config.algorithm.entropy_coefficient != 0,
+            hidden=has_critic,
+            compiled=model.device.type == "cuda" and config.learner.compile,
+        )
+        self._copy = ComputeCopy(model, self.dtype) if self.dtype == torch.bfloat16 and not self.adapters else None
+        self.compute_model = self._copy.model if self._copy else model
+        self._forward = choose_forward(model, options, self.compute_model)
         self.reference: Reference | None = (
             make_reference(model, self.adapters, self._forward, logprobs_only) if config.kl.coefficient > 0 else None
         )
@@ -85,7 +93,7 @@ class LearnerCore:
         """Run forward and backward over these rows, adding to the gradient of the next update."""
         started = time.perf_counter()
         chunk = StepTotals()
-        for packed in pack(rows, self.config.learner.tokens_per_pass, extras):
+        for packed in self._pack(rows, extras):
             chunk.add(self._train_pass(packed, replayed))
         self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
@@ -99,6 +107,9 @@ class LearnerCore:
             seconds=seconds,
         )
 
+    def _pack(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[PackedBatch]:
+        return pack(rows, self.config.learner.tokens_per_pass, extras, self._forward.shares_prefixes)
+
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
         reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
         outputs = self._forward(packed)
@@ -111,6 +122,8 @@ class LearnerCore:
         ]
         starts = [(tensor, start) for tensor, start in pairs if tensor is not None and start is not None]
         torch.autograd.backward([tensor for tensor, _ in starts], [start for _, start in starts])
+        if self._copy is not None:
+            self._copy.collect_gradients()
         return StepTotals.from_pass(packed, gradient, self.version, replayed, before_first_update=not self._updates)
 
     def _values(self, outputs: ForwardOutputs) -> Tensor | None:
@@ -129,10 +142,10 @@ class LearnerCore:
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
         trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
         unweighted = [with_advantages(row, _NO_ADVANTAGE) for row in rows]  # scoring does not read advantages
-        for packed in pack(unweighted, self.config.learner.tokens_per_pass):
-            ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.documents))[:-1]
+        for packed in self._pack(unweighted):
+            ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.rows))[:-1]
             by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
-            for document in range(packed.documents):
+            for document in range(packed.rows):
                 next(trained).update({name: parts[document] for name, parts in by_name.items()})
         self._seconds += time.perf_counter() - started
         return scores
@@ -183,6 +196,12 @@ class LearnerCore:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["ratio"]
         self.optimizer.step()
+        self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Must be called after any change of the model's weights."""
+        if self._copy is not None:
+            self._copy.refresh()
 
     def finish_step(self) -> StepReport:
         """Finish the batch after its last update: increment the version and report."""
@@ -285,7 +304,7 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     vocabulary = int(core.model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
     known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
     rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
-    forward = matching_forward(core._forward, core.model, ForwardOptions(temperature, core.dtype))
+    forward = matching_forward(core._forward, core.compute_model, ForwardOptions(temperature, core.dtype))
     scored = _scores(forward, rows, core.config.learner.tokens_per_pass)
     nan = np.float32(np.nan)
     return [
@@ -295,7 +314,7 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
 
 
 def _scores(forward: Forward, rows: Sequence[Row], tokens_per_pass: int) -> Iterator[Floats]:
-    for packed in pack(rows, tokens_per_pass):
+    for packed in pack(rows, tokens_per_pass, share_prefixes=forward.shares_prefixes):
         logp_N = forward(packed).logp_N.float().cpu().numpy()
         yield from np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
 

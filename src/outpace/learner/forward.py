@@ -1,153 +1,34 @@
 """Forward pass: from a packed batch to the logprobs of its trained tokens, for any causal language model.
 
 Two implementations with the same result:
-- packed: no padding, attention per document, output head applied in slices. For models whose attention uses the
+- packed: no padding, attention per segment, output head applied in slices. For models whose attention uses the
   transformers interface and whose logits are the output head times the last hidden state.
 - padded: length-bucketed right-padded batches through the model's own forward. For all other models.
 
-The choice does not depend on the model's name. `choose_forward` runs two short documents through both and selects
-packed only if the logprobs match and those of the second document do not change with the first. A model that leaks
-between documents does not pass.
+The choice does not depend on the model's name. `choose_forward` runs three short rows, two of which share a prefix,
+through both and selects packed only if the logprobs match and those of the other rows do not change with the first. A
+model that leaks between rows does not pass.
 
-The output head is applied to one slice of tokens at a time, in forward and again in backward, so memory is bounded by
-one slice of logits.
+On a GPU the layers of a packed model are compiled, once for all layers and all lengths.
 
-Precision: matrix products in the dtype of the hidden states, everything from the logits on in at least float32. Logits
-are divided by the sampling temperature, because tokens were drawn from that distribution. At temperature 0 the sampler
-records logprobs of the softmax at temperature 1, and so does this module.
-
-Legend: _N target tokens, D hidden size, V vocabulary.
+Legend: _T tokens of the pass, _N trained tokens, D hidden size.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from outpace.learner.packing import ATTENTION_NAME, DocumentBuckets, PackedBatch, PackingUnsupported
-
-LOGITS_PER_SLICE = 1 << 24
-"""Logits in memory at once: 64 MiB in float32."""
-
-
-def token_logprobs(
-    hidden_ND: Tensor,
-    head_VD: Tensor,
-    bias_V: Tensor | None,
-    targets_N: Tensor,
-    temperature: float,
-    entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target and the entropy of its distribution, the latter without gradient unless
-    `entropy_gradient`."""
-    scale = _logit_scale(temperature)
-    results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_ND, head_VD, bias_V, targets_N, scale, entropy_gradient
-    )
-    return results
-
-
-def logprobs_from_logits(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Like `token_logprobs`, from logits: for models whose logits are not just head times hidden state."""
-    log_probs_NV = (_at_least_float32(logits_NV) * _logit_scale(temperature)).log_softmax(-1)
-    measured_NV = log_probs_NV if entropy_gradient else log_probs_NV.detach()
-    entropy_N = -(measured_NV.exp() * measured_NV).sum(-1)
-    return log_probs_NV.gather(-1, targets_N[:, None]).squeeze(-1), entropy_N
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    """Cast to at least float32."""
-    return values if values.dtype == torch.float64 else values.float()
-
-
-def _logit_scale(temperature: float) -> float:
-    return 1.0 / temperature if temperature > 0 else 1.0
-
-
-def _slices(count: int, vocabulary: int) -> list[slice]:
-    size = max(1, LOGITS_PER_SLICE // vocabulary)
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _scaled_logits(hidden_ND: Tensor, head_VD: Tensor, bias_V: Tensor | None, scale: float) -> Tensor:
-    logits_NV = _at_least_float32(hidden_ND @ head_VD.t())
-    if bias_V is not None:
-        logits_NV = logits_NV + _at_least_float32(bias_V)
-    return logits_NV.mul_(scale)
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        head_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_N: Tensor,
-        scale: float,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden_ND, head_VD, bias_V, targets_N)
-        ctx.scale = scale
-        ctx.entropy_gradient = entropy_gradient
-        logp_N = _at_least_float32(hidden_ND.new_empty(len(targets_N)))
-        entropy_N = torch.empty_like(logp_N)
-        for part in _slices(len(targets_N), len(head_VD)):
-            logits = _scaled_logits(hidden_ND[part], head_VD.to(hidden_ND.dtype), bias_V, scale)
-            log_total = logits.logsumexp(-1)
-            logp_N[part] = logits.gather(-1, targets_N[part, None]).squeeze(-1) - log_total
-            probs = (logits - log_total[:, None]).exp_()
-            entropy_N[part] = log_total - (probs.mul_(logits)).sum(-1)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy_N)
-        return logp_N, entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad_N: Tensor, grad_entropy_N: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
-        hidden_ND, head_VD, bias_V, targets_N = ctx.saved_tensors
-        head = head_VD.to(hidden_ND.dtype)
-        grad_hidden = torch.empty_like(hidden_ND)
-        _, trains_head, trains_bias, *_ = ctx.needs_input_grad
-        grad_head = torch.zeros_like(head_VD) if trains_head else None
-        grad_bias = torch.zeros_like(bias_V) if trains_bias else None
-        for part in _slices(len(targets_N), len(head)):
-            logits = _scaled_logits(hidden_ND[part], head, bias_V, ctx.scale)
-            grad_entropy = _entropy_gradient(logits, grad_entropy_N[part]) if ctx.entropy_gradient else None
-            # d logp / d logits = scale * (onehot - softmax)
-            grad_logits = logits.softmax(-1).neg_()
-            grad_logits.scatter_add_(-1, targets_N[part, None], torch.ones_like(grad_logits[:, :1]))
-            grad_logits.mul_((grad_N[part] * ctx.scale)[:, None])
-            if grad_entropy is not None:
-                grad_logits.add_(grad_entropy, alpha=ctx.scale)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0).to(grad_bias.dtype)
-            grad_logits = grad_logits.to(hidden_ND.dtype)
-            grad_hidden[part] = grad_logits @ head
-            if grad_head is not None:
-                grad_head += grad_logits.t() @ hidden_ND[part]
-        return grad_hidden, grad_head, grad_bias, None, None, None
-
-
-def _entropy_gradient(logits_NV: Tensor, grad_N: Tensor) -> Tensor:
-    """Return the incoming gradient times d entropy / d logits = -softmax * (log softmax + entropy)."""
-    log_probs_NV = logits_NV.log_softmax(-1)
-    probs_NV = log_probs_NV.exp()
-    entropy_N = -(probs_NV * log_probs_NV).sum(-1)
-    return -probs_NV * (log_probs_NV + entropy_N[:, None]) * grad_N[:, None]
-
+from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention
+from outpace.learner.output_head import logprobs_from_logits, token_logprobs
+from outpace.learner.packing import Longs, PackedBatch, pack
+from outpace.types import Row
 
 logger = logging.getLogger(__name__)
 
@@ -163,28 +44,38 @@ class ForwardOutputs:
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """Options of a forward pass. `entropy_gradient`: entropies carry a gradient. `hidden`: return hidden states."""
+    """Options of a forward pass. `entropy_gradient`: entropies carry a gradient. `hidden`: return hidden states.
+    `compiled`: compile the model's layers and the output head."""
 
     temperature: float = 1.0
     dtype: torch.dtype = torch.float32
     entropy_gradient: bool = False
     hidden: bool = False
+    compiled: bool = False
 
 
-Forward = Callable[[PackedBatch], ForwardOutputs]
+class Forward(Protocol):
+    shares_prefixes: bool
+    """Whether sharing prefixes saves work: `pack` should."""
+
+    def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
+
 
 PROBE_TOLERANCE = 1e-3
 """Packed and padded float32 logprobs differ by about 1e-5 from rounding, by about 1 from a leak."""
 
 LEAK_TOLERANCE = 1e-5
-"""How much a document's logprobs may change with its neighbor: at most by rounding."""
+"""How much a row's logprobs may change with its neighbor: at most by rounding."""
 
-PROBE_LENGTHS = (7, 12)
+PROBE_LENGTHS = (7, 12, 23)
+"""Trained tokens of the rows that the forward passes are compared on. The last two share a prefix of twelve."""
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class PackedForward:
+    shares_prefixes = True
+
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear):
@@ -202,78 +93,111 @@ class PackedForward:
         device, options = self._device, self._options
         with autocast(device, options.dtype):
             hidden_TD = self._decoder(
-                input_ids=torch.from_numpy(packed.tokens_T).to(device)[None],
-                position_ids=torch.from_numpy(packed.position_ids_T).to(device)[None],
-                use_cache=False,  # with a cache, the transformers mask ignores document boundaries
-                documents=DocumentBuckets.plan(packed.cu_seqlens_D1, device),
+                input_ids=_on_device(packed.tokens_T, device)[None],
+                position_ids=_on_device(packed.position_ids_T, device)[None],
+                use_cache=False,  # with a cache, the transformers mask ignores the bounds of rows
+                segments=plan_attention(packed, device, options.dtype),
             ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, torch.from_numpy(packed.sources_N).to(device)).to(options.dtype)
-        targets_N = torch.from_numpy(packed.targets_N).to(device)
+        hidden_ND = hidden_TD.index_select(0, _on_device(packed.sources_N, device)).to(options.dtype)
         logp_N, entropy_N = token_logprobs(
-            hidden_ND, self._head.weight, self._head.bias, targets_N, options.temperature, options.entropy_gradient
+            hidden_ND,
+            self._head.weight,
+            self._head.bias,
+            _on_device(packed.targets_N, device),
+            options.temperature,
+            options.entropy_gradient,
+            options.compiled,
         )
         return ForwardOutputs(logp_N, entropy_N, hidden_ND if options.hidden else None)
 
 
 class PaddedForward:
+    """Runs every segment with its whole context as one padded row."""
+
+    shares_prefixes = False
+
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         self._model: Any = model
         self._options = options
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
         device, options = self._model.device, self._options
-        documents = DocumentBuckets.plan(packed.cu_seqlens_D1, device)
-        lengths_T = torch.from_numpy(np.repeat(np.diff(packed.cu_seqlens_D1), np.diff(packed.cu_seqlens_D1))).to(device)
-        tokens_T = torch.from_numpy(packed.tokens_T).to(device)
-        sources_P = documents.restore_T[torch.from_numpy(packed.sources_N).to(device)]
         chosen: list[Tensor] = []
         hidden: list[Tensor] = []
-        indices: list[Tensor] = []
-        offset = 0
-        for bucket in documents.buckets:
-            shape = (bucket.count, bucket.width)
-            positions = torch.arange(bucket.width, device=device).expand(shape)
-            lengths = lengths_T[bucket.gather].view(shape)
+        indices: list[Longs] = []
+        for tokens, lengths, at_N, inside_N in _padded_rows(packed):
+            positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
             with autocast(device, options.dtype):
                 output = self._model(
-                    input_ids=tokens_T[bucket.gather].view(shape),
-                    attention_mask=(positions < lengths).long(),
+                    input_ids=_on_device(tokens, device),
+                    attention_mask=(positions < _on_device(lengths, device)[:, None]).long(),
                     position_ids=positions,
                     use_cache=False,
                     output_hidden_states=options.hidden,
                 )
-            logits = output.logits.flatten(0, 1)
-            inside = torch.nonzero((sources_P >= offset) & (sources_P < offset + len(logits))).squeeze(-1)
-            chosen.append(logits.index_select(0, sources_P[inside] - offset))
+            at = _on_device(at_N, device)
+            chosen.append(output.logits.flatten(0, 1).index_select(0, at))
             if options.hidden:
-                hidden.append(output.hidden_states[-1].flatten(0, 1).index_select(0, sources_P[inside] - offset))
-            indices.append(inside)
-            offset += len(logits)
-        targets_N = torch.from_numpy(packed.targets_N).to(device)
-        order = torch.cat(indices)
+                hidden.append(output.hidden_states[-1].flatten(0, 1).index_select(0, at))
+            indices.append(inside_N)
+        order = np.concatenate(indices)
+        targets_N = _on_device(packed.targets_N[order], device)
         logp, entropy = logprobs_from_logits(
-            torch.cat(chosen), targets_N[order], options.temperature, options.entropy_gradient
+            torch.cat(chosen), targets_N, options.temperature, options.entropy_gradient
         )
-        back = torch.argsort(order)
+        back = _on_device(np.argsort(order), device)
         hidden_ND = torch.cat(hidden).index_select(0, back) if options.hidden else None
         return ForwardOutputs(logp.index_select(0, back), entropy.index_select(0, back), hidden_ND)
 
 
+def _padded_rows(packed: PackedBatch) -> list[tuple[Longs, Longs, Longs, Longs]]:
+    """Return buckets of padded rows, one per segment: tokens, lengths, and for each trained token that is predicted in
+    this bucket its place in the flattened bucket and its index in N."""
+    lengths = np.diff(packed.cu_context_S1)
+    widths = np.array([bucket_width(int(length)) for length in lengths])
+    segment_N = np.searchsorted(packed.cu_seqlens_S1, packed.sources_N, side="right") - 1
+    index_N = packed.sources_N - packed.cu_seqlens_S1[segment_N + 1] + lengths[segment_N]  # in its padded row
+    buckets = []
+    for width in np.unique(widths):
+        members = np.flatnonzero(widths == width)
+        ends = packed.cu_context_S1[members + 1]
+        places = np.minimum(
+            packed.cu_context_S1[members][:, None] + np.arange(lengths[members].max()), ends[:, None] - 1
+        )
+        inside_N = np.flatnonzero(np.isin(segment_N, members))
+        row_N = np.searchsorted(members, segment_N[inside_N])
+        tokens = packed.tokens_T[packed.context_K[places]]
+        buckets.append((tokens, lengths[members], row_N * tokens.shape[1] + index_N[inside_N], inside_N))
+    return buckets
+
+
+def _on_device(values: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> Tensor:
+    """Copy to the device, from pinned memory where that lets the copy run beside the host."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
-    """Run matrix products in `dtype`. Parameters stay float32: bfloat16 would lose small updates."""
+    """Run matrix products in `dtype`. Activations between layers stay float32."""
     return torch.autocast(device.type, dtype=dtype, enabled=dtype == torch.bfloat16)
 
 
-def choose_forward(model: PreTrainedModel, options: ForwardOptions) -> Forward:
-    """Return the packed forward if it reproduces this model's logprobs, else the padded one."""
+def choose_forward(
+    model: PreTrainedModel, options: ForwardOptions, compute_model: PreTrainedModel | None = None
+) -> Forward:
+    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `compute_model` is a copy
+    to run instead, if there is one."""
+    compute_model = compute_model or model
     own_attention = model.config._attn_implementation
     try:
         _verify_packing(model)
     except (PackingUnsupported, ValueError, TypeError) as error:  # raised by transformers for unsupported arguments
         logger.info("packing disabled for this model, rows are padded: %s", error)
         model.set_attn_implementation(own_attention)
-        return PaddedForward(model, options)
-    return PackedForward(model, options)
+        return PaddedForward(compute_model, options)
+    if options.compiled and not _compile_layers(compute_model, options):
+        options = replace(options, compiled=False)
+    return PackedForward(compute_model, options)
 
 
 def matching_forward(chosen: Forward, model: PreTrainedModel, options: ForwardOptions) -> Forward:
@@ -281,37 +205,59 @@ def matching_forward(chosen: Forward, model: PreTrainedModel, options: ForwardOp
     return PackedForward(model, options) if isinstance(chosen, PackedForward) else PaddedForward(model, options)
 
 
+def _compile_layers(model: PreTrainedModel, options: ForwardOptions) -> bool:
+    """Compile the decoder's layers, one graph for all of them. Return False if that is impossible."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return False
+    for layer in layers:
+        layer.compile(dynamic=True)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    try:
+        outputs = PackedForward(model, options)(_probe_rows(vocabulary))
+        outputs.logp_N.sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:  # torch.compile fails in many ways, and the layers also work without it
+        logger.warning("the layers of this model cannot be compiled and run uncompiled: %s", error)
+        for layer in layers:
+            layer._compiled_call_impl = None
+        return False
+    finally:
+        model.zero_grad(set_to_none=True)
+    return True
+
+
 @torch.no_grad()
 def _verify_packing(model: PreTrainedModel) -> None:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-    documents = _probe_documents(vocabulary)
+    rows = _probe_rows(vocabulary)
     plain = ForwardOptions(dtype=model.dtype)
-    expected_N = PaddedForward(model, plain)(documents).logp_N
+    expected_N = PaddedForward(model, plain)(rows).logp_N
     packed = PackedForward(model, plain)
-    found_N = packed(documents).logp_N
+    found_N = packed(rows).logp_N
     error = float((found_N - expected_N).abs().max())
     if not error <= PROBE_TOLERANCE:
         raise PackingUnsupported(f"packed and padded logprobs differ by {error:.2g}")
-    other_tokens_T = documents.tokens_T.copy()
+    other_tokens_T = rows.tokens_T.copy()
     other_tokens_T[: PROBE_LENGTHS[0]] = (other_tokens_T[: PROBE_LENGTHS[0]] + 1) % vocabulary
-    changed_N = packed(replace(documents, tokens_T=other_tokens_T)).logp_N
+    changed_N = packed(replace(rows, tokens_T=other_tokens_T)).logp_N
     leak = float((changed_N - found_N)[PROBE_LENGTHS[0] :].abs().max())
     if not leak <= LEAK_TOLERANCE:
-        raise PackingUnsupported(f"a document's logprobs change by {leak:.2g} with its neighbor's tokens")
+        raise PackingUnsupported(f"a row's logprobs change by {leak:.2g} with its neighbor's tokens")
 
 
-def _probe_documents(vocabulary: int) -> PackedBatch:
-    """Return two documents of different lengths with a prediction at every position."""
+def _probe_rows(vocabulary: int) -> PackedBatch:
+    """Return rows of different lengths with a prediction at every position, two of them with a common prefix."""
     generator = np.random.default_rng(0)
-    count = sum(PROBE_LENGTHS)
-    return PackedBatch(
-        tokens_T=generator.integers(0, vocabulary, count),
-        position_ids_T=np.concatenate([np.arange(n) for n in PROBE_LENGTHS]),
-        cu_seqlens_D1=np.cumsum([0, *PROBE_LENGTHS]),
-        sources_N=np.arange(count),
-        targets_N=generator.integers(0, vocabulary, count),
-        sampler_logp_N=np.zeros(count, dtype=np.float32),
-        advantages_N=np.zeros(count, dtype=np.float32),
-        versions_N=np.zeros(count, dtype=np.int32),
-        sequence_N=np.repeat(np.arange(len(PROBE_LENGTHS)), PROBE_LENGTHS),
-    )
+    tokens = generator.integers(0, vocabulary, sum(PROBE_LENGTHS) + 1).astype(np.int32)
+    first, second, third = PROBE_LENGTHS
+    shared = tokens[first : first + second]
+    other = np.append(shared, (tokens[first + second] + 1) % vocabulary).astype(np.int32)
+    longer = tokens[first : first + third + 1]
+    rows = [_predicted_row(part) for part in (tokens[: first + 1], other, longer)]
+    (packed,) = pack(rows, sum(PROBE_LENGTHS))
+    return packed
+
+
+def _predicted_row(tokens: np.ndarray[Any, np.dtype[np.int32]]) -> Row:
+    zeros = np.zeros(len(tokens), dtype=np.float32)
+    return Row(tokens, np.arange(len(tokens)) > 0, zeros, zeros.astype(np.int32), zeros)

@@ -37,14 +37,15 @@ from outpace.types import Floats, Ints, Version
 
 @dataclass(frozen=True)
 class LossGradient:
-    """Gradients that backward starts with, and the sums of the pass. `loss_sum` is the total loss of all terms."""
+    """Gradients that backward starts with, and the sums of the pass, still on the device. `loss_sum` is the total loss
+    of all terms."""
 
     logp_N: Tensor
     entropy_N: Tensor | None
     values_N: Tensor | None
-    loss_sum: float
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    loss_sum: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 class LossAssembly:
@@ -79,19 +80,22 @@ class LossAssembly:
             keep_N,
             _like(packed.versions_N == version, keep_N),
         )
-        total = policy.item()
-        sums["entropy"] = outputs.entropy_N.detach().sum(dtype=torch.float64).item()
+        total = policy.detach()
+        sums["entropy"] = outputs.entropy_N.detach().sum(dtype=torch.float64)
         sums["policy"] = total
         if reference_logp_N is not None:
             kl_N, coefficients_N = self._kl_to_reference(tokens, reference_logp_N, weights_N)
             coefficient_N = coefficient_N + coefficients_N
-            sums["kl_reference"] = kl_N.sum(dtype=torch.float64).item()
-            total += self._config.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64).item()
-        entropy_N, entropy_loss = self._entropy(outputs.entropy_N, weights_N)
-        value_N, value_loss, error_sum = self._values(packed.extras, values_N, weights_N)
+            sums["kl_reference"] = kl_N.sum(dtype=torch.float64)
+            total = total + self._config.kl.coefficient * (kl_N * weights_N).sum(dtype=torch.float64)
+        entropy_N = value_N = None
+        if self._config.algorithm.entropy_coefficient != 0:
+            entropy_N, loss = self._entropy(outputs.entropy_N, weights_N)
+            total = total + loss
         if values_N is not None:
-            sums["value"] = error_sum
-        return LossGradient(coefficient_N, entropy_N, value_N, total + entropy_loss + value_loss, sums, maxima)
+            value_N, loss, sums["value"] = self._values(packed.extras, values_N, weights_N)
+            total = total + loss
+        return LossGradient(coefficient_N, entropy_N, value_N, total, sums, maxima)
 
     def _policy_losses(self, tokens: Tokens) -> Tensor:
         """Call the policy loss and validate its result; it may be user code."""
@@ -115,7 +119,7 @@ class LossAssembly:
             sampler_logp_N=sampler_logp_N,
             advantages_N=_like(packed.advantages_N, logp_N),
             sequence_N=torch.from_numpy(packed.sequence_N).to(logp_N.device),
-            sequences=packed.documents,
+            sequences=packed.rows,
         )
 
     def _old_logp(self, packed: PackedBatch, logp_N: Tensor, sampler_logp_N: Tensor, version: Version) -> Tensor:
@@ -153,21 +157,17 @@ class LossAssembly:
         (gradient_N,) = torch.autograd.grad((kl_N * weights_N).sum(), leaf_N)
         return kl_N.detach(), config.coefficient * gradient_N
 
-    def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor | None, float]:
-        bonus = self._config.algorithm.entropy_coefficient
-        if bonus == 0:
-            return None, 0.0
-        gradient_N = -bonus * weights_N.to(entropy_N.dtype)
-        return gradient_N, (gradient_N * entropy_N.detach()).sum(dtype=torch.float64).item()
+    def _entropy(self, entropy_N: Tensor, weights_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the entropy bonus and its contribution to the loss."""
+        gradient_N = -self._config.algorithm.entropy_coefficient * weights_N.to(entropy_N.dtype)
+        return gradient_N, (gradient_N * entropy_N.detach()).sum(dtype=torch.float64)
 
     def _values(
-        self, extras: Mapping[str, Floats], values_N: Tensor | None, weights_N: Tensor
-    ) -> tuple[Tensor | None, float, float]:
+        self, extras: Mapping[str, Floats], values_N: Tensor, weights_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Clipped value loss: half the larger squared error of the value and of the value clipped around the old one.
 
         Returns its gradient, its contribution to the loss, and its unweighted sum over tokens."""
-        if values_N is None:
-            return None, 0.0, 0.0
         critic = self._config.critic
         leaf_N = values_N.detach().requires_grad_()
         old_N, returns_N = _like(extras[OLD_VALUES], leaf_N), _like(extras[RETURNS], leaf_N)
@@ -175,7 +175,7 @@ class LossAssembly:
         error_N = (leaf_N - returns_N).square().maximum((clipped_N - returns_N).square())
         loss = 0.5 * critic.coefficient * (error_N * weights_N).sum(dtype=torch.float64)
         (gradient_N,) = torch.autograd.grad(loss, leaf_N)
-        return gradient_N, loss.item(), 0.5 * error_N.detach().sum(dtype=torch.float64).item()
+        return gradient_N, loss.detach(), 0.5 * error_N.detach().sum(dtype=torch.float64)
 
 
 def interpolation_weights(versions_N: Ints, version: Version) -> Floats:

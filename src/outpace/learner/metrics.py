@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from outpace.algorithms.corrections import RATIO_BINS, effective_sample_size
 from outpace.learner.loss import LossGradient
@@ -42,18 +46,19 @@ class StepTotals:
     ) -> StepTotals:
         """Return the totals of one pass. `untouched`: before the first update of the step."""
         tokens, measured = len(packed.targets_N), before_first_update and not replayed
+        scalars = read_scalars({"loss": gradient.loss_sum, **gradient.sums, **gradient.maxima})
         lags = Counter((version - packed.versions_N).tolist())
         counted = {
-            name: value
-            for name, value in gradient.sums.items()
+            name: scalars[name]
+            for name in gradient.sums
             if name in LOSS_SUMS or (measured if name in STALENESS_SUMS else not replayed)
         }
         return cls(
             tokens=tokens,
-            sequences=packed.documents,
-            loss_sum=gradient.loss_sum,
+            sequences=packed.rows,
+            loss_sum=scalars["loss"],
             sums=defaultdict(float, counted, **{MEASURED_TOKENS: tokens * measured}),
-            maxima=gradient.maxima if measured else {},
+            maxima={name: scalars[name] for name in gradient.maxima} if measured else {},
             lag_counts=Counter() if replayed else lags,
             replay_lag_counts=lags if replayed else Counter(),
         )
@@ -116,3 +121,10 @@ def _lag_metrics(lag_counts: Counter[int], passes: int) -> dict[str, float]:
         "lag/max": float(lags[-1][0]) if lags else 0.0,
     }
     return metrics | {f"lag/tokens_{lag}": count / passes for lag, count in lags}
+
+
+def read_scalars(scalars: Mapping[str, Tensor]) -> dict[str, float]:
+    """Copy scalars to the host in one transfer."""
+    if not scalars:
+        return {}
+    return dict(zip(scalars, torch.stack([value.double() for value in scalars.values()]).tolist(), strict=True))

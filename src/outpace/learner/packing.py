@@ -1,61 +1,72 @@
-"""Packing rows of different lengths without padding, and attention within each packed document.
+"""Packing rows of different lengths into passes, without padding and with common prefixes computed once.
+
+The attempts of a group begin with the same prompt, the turns of an episode with the same history. Rows of a pass are
+merged into a tree of segments: tokens with the same history are one token of the pass, in forward and in backward.
+
+    rows      p p p a a a a        segments   p p p ─┬─ a a a a
+              p p p b b                              ├─ b b
+              p p p b b c c                          │   └─ c c
+                                                     …
+A segment attends to its context: the segments before it on the way from the root, and itself, causally. That is what
+its tokens would see in their own rows, so logprobs and gradients are those of separate rows, up to rounding.
 
 Invariants
 - The packing depends only on the rows in their given order and on `tokens_per_pass`.
-- A row is never split: a row longer than a pass gets its own pass.
-- The token at index t of a row is predicted at index t - 1 of the same document; nothing is predicted across documents.
-- A document ends before its last trained token: no trained token depends on that token or on anything after it.
+- A row is never split between passes: a row longer than a pass gets its own pass.
+- The token at index t of a row is predicted at index t - 1 of the same row; nothing is predicted across rows.
+- A row ends before its last trained token: no trained token depends on that token or on anything after it.
 
-Attention is causal within each document and registered with transformers as `ATTENTION_NAME`. Documents of similar
-length are gathered into a right-padded bucket and attended together. Padding needs no mask: under causal attention a
-padded key comes after every real query of its document, so no real query sees it, and padded queries are never read
-back, so they have no gradient. This holds for any bucket width, so widths are chosen for speed alone.
-
-Legend: _T packed input tokens, _N trained tokens, _D1 documents + 1, _P padded tokens of all buckets, B documents of a
-bucket, W its width, H query heads, K key/value heads, D head size.
+Legend: _T tokens of the pass, _N trained tokens, _S1 segments + 1, _K tokens of all contexts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AttentionInterface
 
-from outpace.errors import OutpaceError
 from outpace.learner.backend import Extras, check_rows
 from outpace.types import Floats, Ints, Row
 
 Longs = NDArray[np.int64]
+
+MIN_SHARED = 8
+"""Shortest prefix that is shared: a segment costs about as much as the computation of so many tokens."""
+
+CONTEXT_PER_SHARED_TOKEN = 32
+"""Tokens of context for each of which one more token must be shared: every segment copies the keys of its context."""
 
 _NO_EXTRAS: Extras = {}
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The input of one forward/backward pass. `sources_N` are indices into T: the position that predicts each trained
-    token. `sequence_N` is the index of each token's document."""
+    """The input of one forward/backward pass.
+
+    `cu_seqlens_S1` are the bounds of the segments in T. `context_K` are indices into T: for each segment, its context
+    in order, up to and including itself; `cu_context_S1` are the bounds of contexts in K. `sources_N` are indices into
+    T: the position that predicts each trained token. `sequence_N` is the index of each trained token's row among the
+    `rows` of the pass."""
 
     tokens_T: Longs
     position_ids_T: Longs
-    cu_seqlens_D1: Longs
+    cu_seqlens_S1: Longs
+    context_K: Longs
+    cu_context_S1: Longs
     sources_N: Longs
     targets_N: Longs
     sampler_logp_N: Floats
     advantages_N: Floats
     versions_N: Ints
     sequence_N: Longs
+    rows: int
     extras: Extras = field(default_factory=dict)
 
     @property
-    def documents(self) -> int:
-        return len(self.cu_seqlens_D1) - 1
+    def shares_prefixes(self) -> bool:
+        return len(self.context_K) > len(self.tokens_T)
 
 
 def input_length(row: Row) -> int:
@@ -64,166 +75,163 @@ def input_length(row: Row) -> int:
     return int(trained[-1]) if trained.size else 0
 
 
-def pack(rows: Sequence[Row], tokens_per_pass: int, extras: Sequence[Extras] = ()) -> list[PackedBatch]:
+def pack(
+    rows: Sequence[Row], tokens_per_pass: int, extras: Sequence[Extras] = (), share_prefixes: bool = True
+) -> list[PackedBatch]:
     """Fill passes greedily in row order. Rows without trained tokens are left out.
 
     `extras` is empty or has one entry per row, all with the same names."""
     extras = extras or [_NO_EXTRAS] * len(rows)
-    return [_join(documents) for documents in _passes(zip(rows, extras, strict=True), tokens_per_pass)]
+    passes = _passes(zip(rows, extras, strict=True), tokens_per_pass, share_prefixes)
+    return [_join(tree, documents) for tree, documents in passes]
 
 
-_Document = tuple[Row, Extras]
+@dataclass(eq=False)
+class _Segment:
+    """A run of tokens with the same history: that of `parent`, then the parent itself."""
+
+    tokens: Ints
+    offset: int  # position of the first token in its rows
+    parent: _Segment | None
+    children: dict[bytes, _Segment] = field(default_factory=dict)  # by their first `MIN_SHARED` tokens
 
 
-def _passes(documents: Iterable[_Document], tokens_per_pass: int) -> Iterator[list[_Document]]:
-    current: list[_Document] = []
-    filled = 0
+@dataclass(frozen=True)
+class _Document:
+    row: Row
+    extras: Extras
+    last: _Segment
+
+
+class _PrefixTree:
+    def __init__(self, share_prefixes: bool) -> None:
+        self.size = 0  # tokens of all segments
+        self._shares = share_prefixes
+        self._root = _Segment(np.zeros(0, dtype=np.int32), 0, None)
+
+    def shared_length(self, tokens: Ints) -> int:
+        """Return how many of the first tokens the tree already has."""
+        segment, common = self._match(tokens)
+        return segment.offset + common
+
+    def insert(self, tokens: Ints) -> _Segment:
+        """Add a row. Return the segment that it ends with."""
+        segment, common = self._match(tokens)
+        if common < len(segment.tokens):
+            segment = self._split(segment, common)
+        rest = tokens[segment.offset + common :]
+        if len(rest) == 0:
+            return segment
+        leaf = _Segment(rest, segment.offset + common, segment)
+        self.size += len(rest)
+        if (key := _key(rest)) is not None:
+            segment.children.setdefault(key, leaf)
+        return leaf
+
+    def _match(self, tokens: Ints) -> tuple[_Segment, int]:
+        """Return the last segment on the way of these tokens, and how many of its tokens are theirs."""
+        segment, end = self._root, 0
+        while self._shares and (key := _key(tokens[end:])) is not None and (child := segment.children.get(key)):
+            common = _common_prefix(child.tokens, tokens[end:])
+            if common < len(child.tokens):
+                worthwhile = common * CONTEXT_PER_SHARED_TOKEN >= end
+                return (child, common) if worthwhile else (segment, len(segment.tokens))
+            segment, end = child, end + common
+        return segment, len(segment.tokens)
+
+    def _split(self, segment: _Segment, at: int) -> _Segment:
+        """Split a segment in two, the second of which keeps its identity. Return the first."""
+        parent, key = segment.parent, _key(segment.tokens)
+        assert parent is not None
+        assert key is not None
+        first = _Segment(segment.tokens[:at], segment.offset, parent)
+        parent.children[key] = first
+        segment.tokens, segment.offset, segment.parent = segment.tokens[at:], segment.offset + at, first
+        if (rest_key := _key(segment.tokens)) is not None:
+            first.children[rest_key] = segment
+        return first
+
+
+def _key(tokens: Ints) -> bytes | None:
+    return tokens[:MIN_SHARED].tobytes() if len(tokens) >= MIN_SHARED else None
+
+
+def _common_prefix(left: Ints, right: Ints) -> int:
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if different.size else size
+
+
+def _passes(
+    documents: Iterable[tuple[Row, Extras]], tokens_per_pass: int, share_prefixes: bool
+) -> Iterator[tuple[_PrefixTree, list[_Document]]]:
+    tree, current = _PrefixTree(share_prefixes), list[_Document]()
     for row, extras in documents:
         check_rows([row])
         length = input_length(row)
         if length == 0:
             continue
-        if current and filled + length > tokens_per_pass:
-            yield current
-            current, filled = [], 0
-        current.append((row, extras))
-        filled += length
+        tokens = np.ascontiguousarray(row.tokens[:length], dtype=np.int32)
+        if current and tree.size + length - tree.shared_length(tokens) > tokens_per_pass:
+            yield tree, current
+            tree, current = _PrefixTree(share_prefixes), []
+        current.append(_Document(row, extras, tree.insert(tokens)))
     if current:
-        yield current
+        yield tree, current
 
 
-def _join(documents: list[_Document]) -> PackedBatch:
-    rows = [row for row, _ in documents]
-    lengths = [input_length(row) for row in rows]
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+class _Layout:
+    """Places of segments in T, parents before their children, in the order of the rows."""
+
+    def __init__(self, documents: Iterable[_Document]) -> None:
+        self.segments: list[_Segment] = []
+        self._contexts: dict[_Segment, Longs] = {}
+        self._end = 0
+        for document in documents:
+            self.context(document.last)
+
+    def context(self, segment: _Segment) -> Longs:
+        """Return the places of the segment's whole history and of its own tokens."""
+        missing = []
+        ancestor: _Segment | None = segment
+        while ancestor is not None and ancestor.parent is not None and ancestor not in self._contexts:
+            missing.append(ancestor)
+            ancestor = ancestor.parent
+        for new in reversed(missing):
+            own = np.arange(self._end, self._end + len(new.tokens))
+            before = self._contexts.get(new.parent) if new.parent is not None else None
+            self._contexts[new] = own if before is None else np.concatenate([before, own])
+            self.segments.append(new)
+            self._end += len(new.tokens)
+        return self._contexts[segment]
+
+
+def _join(tree: _PrefixTree, documents: list[_Document]) -> PackedBatch:
+    layout = _Layout(documents)
+    rows, segments = [document.row for document in documents], layout.segments
     trained = [np.flatnonzero(row.mask) for row in rows]
+    contexts = [layout.context(segment) for segment in segments]
+    sources = [layout.context(document.last)[index - 1] for document, index in zip(documents, trained, strict=True)]
 
     def trained_values(name: str) -> NDArray[np.generic]:
         return np.concatenate([getattr(row, name)[index] for row, index in zip(rows, trained, strict=True)])
 
     return PackedBatch(
-        tokens_T=np.concatenate([row.tokens[:n] for row, n in zip(rows, lengths, strict=True)]).astype(np.int64),
-        position_ids_T=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
-        cu_seqlens_D1=starts,
-        sources_N=np.concatenate([start + index - 1 for start, index in zip(starts[:-1], trained, strict=True)]),
+        tokens_T=np.concatenate([segment.tokens for segment in segments]).astype(np.int64),
+        position_ids_T=np.concatenate([s.offset + np.arange(len(s.tokens), dtype=np.int64) for s in segments]),
+        cu_seqlens_S1=_bounds([len(segment.tokens) for segment in segments]),
+        context_K=np.concatenate(contexts),
+        cu_context_S1=_bounds([len(context) for context in contexts]),
+        sources_N=np.concatenate(sources),
         targets_N=trained_values("tokens").astype(np.int64),
         sampler_logp_N=trained_values("logprobs").astype(np.float32),
         advantages_N=trained_values("advantages").astype(np.float32),
         versions_N=trained_values("versions").astype(np.int32),
         sequence_N=np.repeat(np.arange(len(rows)), [len(index) for index in trained]),
-        extras={name: np.concatenate([extras[name] for _, extras in documents]) for name in documents[0][1]},
+        rows=len(rows),
+        extras={name: np.concatenate([d.extras[name] for d in documents]) for name in documents[0].extras},
     )
 
 
-ATTENTION_NAME = "outpace_documents"
-"""Name of this attention in transformers."""
-
-MIN_WIDTH = 16
-WIDTHS_PER_OCTAVE = 8
-
-
-class PackingUnsupported(OutpaceError):
-    """The model uses an attention feature that packing does not support."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Documents attended together. `gather` are indices into T, `width` per document."""
-
-    count: int
-    width: int
-    gather: Tensor
-
-
-@dataclass(frozen=True)
-class DocumentBuckets:
-    """The buckets of a packed batch. Computed once per pass, used by every layer."""
-
-    buckets: list[Bucket]
-    restore_T: Tensor  # index of each packed token among the padded tokens
-
-    @classmethod
-    def plan(cls, cu_seqlens_D1: Longs, device: torch.device) -> DocumentBuckets:
-        lengths = np.diff(cu_seqlens_D1)
-        widths = np.array([bucket_width(int(n)) for n in lengths], dtype=np.int64)
-        buckets: list[Bucket] = []
-        restore_T = np.empty(int(cu_seqlens_D1[-1]), dtype=np.int64)
-        offset = 0
-        for width in np.unique(widths):
-            members = np.flatnonzero(widths == width)
-            width = min(int(width), int(lengths[members].max()))
-            starts, ends = cu_seqlens_D1[members], cu_seqlens_D1[members + 1]
-            # Padding repeats the document's last token: a valid index whose result is never read.
-            gather = np.minimum(starts[:, None] + np.arange(width), ends[:, None] - 1).reshape(-1)
-            for slot, start, end in zip(range(len(members)), starts, ends, strict=True):
-                restore_T[start:end] = offset + slot * width + np.arange(end - start)
-            buckets.append(Bucket(len(members), width, torch.from_numpy(gather).to(device)))
-            offset += len(members) * width
-        return cls(buckets, torch.from_numpy(restore_T).to(device))
-
-
-def bucket_width(length: int) -> int:
-    """Round up to one of a few widths per octave: at most an eighth of padding, few distinct shapes."""
-    octave = 1 << (length.bit_length() - 1)
-    step = max(MIN_WIDTH, octave // WIDTHS_PER_OCTAVE)
-    return -(-length // step) * step
-
-
-def document_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    documents: DocumentBuckets | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for transformers: [1, heads, T, D] in, [1, T, H, D] out. Dropout is never applied: the sampler
-    has none, and importance weights compare with the sampler."""
-    if documents is None or attention_mask is not None or query.shape[0] != 1:
-        raise PackingUnsupported("attention was called without documents, with a mask, or with a batch dimension")
-    if softcap is not None or s_aux is not None:
-        raise PackingUnsupported("packing does not support soft-capped attention or attention sinks")
-    heads = [states[0].transpose(0, 1) for states in (query, key, value)]  # [T, heads, D]
-    padded = [
-        _attend_bucket(bucket, *heads, scaling=scaling, sliding_window=sliding_window) for bucket in documents.buckets
-    ]
-    out_P = padded[0] if len(padded) == 1 else torch.cat(padded)
-    return out_P.index_select(0, documents.restore_T).unsqueeze(0), None
-
-
-def _attend_bucket(
-    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    def gathered(states: Tensor) -> Tensor:
-        return states.index_select(0, bucket.gather).view(bucket.count, bucket.width, *states.shape[1:]).transpose(1, 2)
-
-    window = _window_mask(bucket.width, sliding_window, query.device)
-    out = functional.scaled_dot_product_attention(
-        gathered(query),
-        gathered(key),
-        gathered(value),
-        attn_mask=window,
-        is_causal=window is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).flatten(0, 1)  # [B * W, H, D]
-
-
-def _window_mask(width: int, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return the sliding-window mask, None if the window covers the whole width: causal attention without a mask has
-    faster kernels."""
-    if sliding_window is None or sliding_window >= width:
-        return None
-    index = torch.arange(width, device=device)
-    distance = index[:, None] - index[None, :]
-    return (distance >= 0) & (distance < sliding_window)
-
-
-AttentionInterface.register(ATTENTION_NAME, document_attention)
+def _bounds(lengths: list[int]) -> Longs:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -237,6 +237,7 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
         core.adapters.load(weights)
     else:
         _copy_into_model(core.model, weights, weights_file)
+        core.weights_changed()
     diagnostics.crash_point("load.middle")
     if core.reference is not None:
         file = directory / REFERENCE_FILE

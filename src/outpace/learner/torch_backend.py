@@ -34,7 +34,7 @@ class TorchBackend(LearnerCore):
         )
         super().__init__(model, config)
         if settings.sharing is not None:
-            call_at_every_layer(model, settings.sharing.adjust)
+            call_at_every_layer(self.compute_model, settings.sharing.adjust)
         self._copies = StateCopies()
         self._reserving = ThreadPoolExecutor(1, "reserve")
         self.reserved: Future[None] | None = None

@@ -1,0 +1,340 @@
+"""Attention of a packed batch: every segment attends to its context, causally.
+
+Two implementations with the same result, registered with transformers as `ATTENTION_NAME`:
+- `FlashPlan`: the variable-length flash attention of torch, for 16-bit types on a GPU. One kernel for all segments.
+- `BucketPlan`: units of similar length are gathered into a right-padded bucket and attended together by
+  `scaled_dot_product_attention`, for everything else. A unit is a small tree of segments, whose mask says which tokens
+  see which, or one segment with its context. Padded queries are never read back, and no query sees a padded key, so
+  widths are chosen for speed alone.
+
+A plan is computed once per pass and used by every layer.
+
+Legend: _T tokens of the pass, _K tokens of all contexts, _P padded queries of all buckets, B units of a bucket, Q and C
+width of its queries and keys, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+
+from outpace.errors import OutpaceError
+from outpace.learner.packing import Longs, PackedBatch
+
+ATTENTION_NAME = "outpace_segments"
+"""Name of this attention in transformers."""
+
+MIN_WIDTH = 16
+WIDTHS_PER_OCTAVE = 8
+
+MAX_TREE = 256
+"""Tokens of a tree of segments that is attended as a whole. In larger trees, most tokens cannot see each other."""
+
+
+class PackingUnsupported(OutpaceError):
+    """The model uses an attention feature that packing does not support."""
+
+
+class FlashPlan(NamedTuple):
+    """Arguments of variable-length flash attention. `context_K` is None if every context is the segment itself."""
+
+    cu_seqlens: Tensor
+    cu_context: Tensor
+    longest: int
+    longest_context: int
+    context_K: Tensor | None
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Units attended together, with the widths of their queries and keys. `distance_BQC` says how far before a query a
+    key is, negative if the query cannot see it; None if keys and queries are the same tokens, in causal order. A bucket
+    whose units are all alike has one mask, B = 1."""
+
+    count: int
+    queries: int
+    keys: int
+    distance_BQC: Tensor | None
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    buckets: list[Bucket]
+    queries_P: Tensor  # indices into T, in the order of the buckets
+    keys: Tensor  # indices into T, in the order of the buckets
+    restore_T: Tensor  # index of each token among the padded queries
+
+
+Plan = FlashPlan | BucketPlan
+
+
+def plan_attention(packed: PackedBatch, device: torch.device, dtype: torch.dtype) -> Plan:
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _FLASH_ARGUMENTS is not None:
+        return _plan_flash(packed, device)
+    return plan_buckets(packed, device)
+
+
+# ------------------------------------------------------------------------------------------------------------- flash
+
+
+def _flash_arguments() -> dict[str, Any] | None:
+    """Return the arguments that the installed torch needs for causal attention with grouped heads, None without it."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in names else {})
+
+
+_FLASH_ARGUMENTS = _flash_arguments()
+
+
+def _plan_flash(packed: PackedBatch, device: torch.device) -> FlashPlan:
+    def on_device(values: Longs) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device, non_blocking=True)
+
+    return FlashPlan(
+        cu_seqlens=on_device(packed.cu_seqlens_S1),
+        cu_context=on_device(packed.cu_context_S1),
+        longest=_rounded(np.diff(packed.cu_seqlens_S1)),
+        longest_context=_rounded(np.diff(packed.cu_context_S1)),
+        context_K=torch.from_numpy(packed.context_K).to(device) if packed.shares_prefixes else None,
+    )
+
+
+def _rounded(lengths: Longs) -> int:
+    """Return the longest length, rounded up to a power of two: a compiled layer is specialized on it."""
+    return 1 << max(int(lengths.max()) - 1, 0).bit_length()
+
+
+def _attend_flash(
+    plan: FlashPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert _FLASH_ARGUMENTS is not None
+    arguments = dict(_FLASH_ARGUMENTS)
+    if sliding_window is not None:
+        if "window_size" not in arguments:
+            raise PackingUnsupported("variable-length attention of this torch has no sliding window")
+        arguments["window_size"] = (sliding_window - 1, 0)
+    if plan.context_K is not None:
+        key, value = _Expand.apply(key, plan.context_K), _Expand.apply(value, plan.context_K)  # type: ignore[no-untyped-call]
+    out = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        plan.cu_seqlens,
+        plan.cu_context,
+        plan.longest,
+        plan.longest_context,
+        scale=scaling,
+        **arguments,
+    )
+    assert isinstance(out, Tensor)
+    return out
+
+
+class _Expand(torch.autograd.Function):
+    """Repeat tokens. Gradients of the copies are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.tokens = states.shape[0]
+        return states.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        total = torch.zeros(ctx.tokens, *grad.shape[1:], dtype=torch.float32, device=grad.device)
+        return total.index_add(0, index, grad.float()).to(grad.dtype), None
+
+
+# ----------------------------------------------------------------------------------------------------------- buckets
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Tokens attended together: indices into T. `kind` is the width and, except for trees, the length of the history
+    before the queries: units of one kind fit into one bucket."""
+
+    queries: Longs
+    keys: Longs
+    kind: tuple[int, int]
+    segments: Longs
+
+
+_TREE = -1
+
+
+def plan_buckets(packed: PackedBatch, device: torch.device) -> BucketPlan:
+    by_kind: defaultdict[tuple[int, int], list[_Unit]] = defaultdict(list)
+    for unit in _units(packed):
+        by_kind[unit.kind].append(unit)
+    buckets: list[Bucket] = []
+    queries: list[Longs] = []
+    keys: list[Longs] = []
+    restore_T = np.empty(len(packed.tokens_T), dtype=np.int64)
+    offset = 0
+    for (_, history), units in sorted(by_kind.items(), key=lambda pair: pair[0]):
+        width = max(len(unit.queries) for unit in units)
+        context = max(len(unit.keys) for unit in units)
+        for unit in units:
+            restore_T[unit.queries] = offset + np.arange(len(unit.queries))
+            offset += width
+            # Padding repeats a valid index whose result is never read.
+            queries.append(_padded(unit.queries, width))
+            keys.append(_padded(unit.keys, context))
+        distance = _tree_distances(packed, units, width) if history == _TREE else _distances(history, width)
+        on_device = None if distance is None else torch.from_numpy(distance).to(device)
+        buckets.append(Bucket(len(units), width, context, on_device))
+    return BucketPlan(
+        buckets,
+        torch.from_numpy(np.concatenate(queries)).to(device),
+        torch.from_numpy(np.concatenate(keys)).to(device),
+        torch.from_numpy(restore_T).to(device),
+    )
+
+
+def _units(packed: PackedBatch) -> Iterator[_Unit]:
+    """Yield the small trees of several segments whole, and every other segment with its context."""
+    starts = packed.cu_seqlens_S1
+    roots_S = packed.context_K[packed.cu_context_S1[:-1]]
+    order = np.argsort(roots_S, kind="stable")
+    for segments in np.split(order, np.flatnonzero(np.diff(roots_S[order])) + 1):
+        size = int((starts[segments + 1] - starts[segments]).sum())
+        if len(segments) > 1 and size <= MAX_TREE:
+            tokens = np.concatenate([np.arange(starts[segment], starts[segment + 1]) for segment in segments])
+            yield _Unit(tokens, tokens, (bucket_width(size), _TREE), segments)
+            continue
+        for segment in segments:
+            own = np.arange(starts[segment], starts[segment + 1])
+            context = packed.context_K[packed.cu_context_S1[segment] : packed.cu_context_S1[segment + 1]]
+            history = len(context) - len(own)
+            yield _Unit(own, context, (bucket_width(len(own)), history), segments)
+
+
+def _padded(index: Longs, width: int) -> Longs:
+    return np.pad(index, (0, width - len(index)), mode="edge")
+
+
+def bucket_width(length: int) -> int:
+    """Round up to one of a few widths per octave: at most an eighth of padding, few distinct shapes."""
+    octave = 1 << (length.bit_length() - 1)
+    step = max(MIN_WIDTH, octave // WIDTHS_PER_OCTAVE)
+    return -(-length // step) * step
+
+
+def _distances(history: int, width: int) -> Longs | None:
+    """Return how far before each query of a segment each key is. None without a history: causal attention without a
+    mask has faster kernels."""
+    if history == 0:
+        return None
+    return (history + np.arange(width)[:, None] - np.arange(history + width))[None]
+
+
+def _tree_distances(packed: PackedBatch, units: list[_Unit], width: int) -> Longs:
+    """Return how far before each query of a tree each key is, -1 if it is not in its context. A padded query sees one
+    key: attention to nothing would not be finite."""
+    distances = np.full((len(units), width, width), -1, dtype=np.int64)
+    place_T = np.empty(len(packed.tokens_T), dtype=np.int64)
+    for distance, unit in zip(distances, units, strict=True):
+        place_T[unit.queries] = np.arange(len(unit.queries))
+        positions = packed.position_ids_T[unit.queries]
+        for segment in unit.segments:
+            own = place_T[np.arange(packed.cu_seqlens_S1[segment], packed.cu_seqlens_S1[segment + 1])]
+            context = place_T[packed.context_K[packed.cu_context_S1[segment] : packed.cu_context_S1[segment + 1]]]
+            distance[np.ix_(own, context)] = positions[own][:, None] - positions[context]
+        distance[len(unit.queries) :, 0] = 0
+    return distances
+
+
+def _attend_buckets(
+    plan: BucketPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    queries = query.index_select(0, plan.queries_P)
+    keys, values = (states.index_select(0, plan.keys) for states in (key, value))
+    query_sizes = [bucket.count * bucket.queries for bucket in plan.buckets]
+    key_sizes = [bucket.count * bucket.keys for bucket in plan.buckets]
+    split = torch.split(queries, query_sizes), torch.split(keys, key_sizes), torch.split(values, key_sizes)
+    padded = [
+        _attend_bucket(*parts, scaling=scaling, sliding_window=sliding_window)
+        for parts in zip(plan.buckets, *split, strict=True)
+    ]
+    out_P = padded[0] if len(padded) == 1 else torch.cat(padded)
+    return out_P.index_select(0, plan.restore_T)
+
+
+def _attend_bucket(
+    bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    def by_unit(states: Tensor) -> Tensor:  # [B, heads, width, D]
+        return states.view(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
+
+    mask = _mask(bucket, sliding_window, query.device)
+    out = functional.scaled_dot_product_attention(
+        by_unit(query),
+        by_unit(key),
+        by_unit(value),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1)  # [B * Q, H, D]
+
+
+def _mask(bucket: Bucket, sliding_window: int | None, device: torch.device) -> Tensor | None:
+    """Return which keys each query sees, None for all up to itself."""
+    distance_BQC = bucket.distance_BQC
+    if distance_BQC is None:
+        if sliding_window is None or sliding_window >= bucket.queries:
+            return None
+        index = torch.arange(bucket.queries, device=device)
+        distance_BQC = (index[:, None] - index[None, :])[None]
+    visible = distance_BQC >= 0
+    if sliding_window is not None:
+        visible &= distance_BQC < sliding_window
+    return visible[:, None]
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Plan | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers: [1, heads, T, D] in, [1, T, H, D] out. Dropout is never applied: the sampler
+    has none, and importance weights compare with the sampler."""
+    if segments is None or attention_mask is not None or query.shape[0] != 1:
+        raise PackingUnsupported("attention was called without segments, with a mask, or with a batch dimension")
+    if softcap is not None or s_aux is not None:
+        raise PackingUnsupported("packing does not support soft-capped attention or attention sinks")
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, D]
+    if isinstance(segments, FlashPlan):
+        query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings are applied in float32
+        return _attend_flash(segments, query, key, value, scaling, sliding_window).unsqueeze(0), None
+    return _attend_buckets(segments, query, key, value, scaling, sliding_window).unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, segment_attention)
