@@ -180,11 +180,11 @@ class _StepInputs:
             array[row] = 0
         self.temperature[row] = self.top_p[row] = 1
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, sources: list[int], targets: list[int]) -> None:
         for array in (
             self.token, self.position, self.index, self.seed, self.temperature, self.top_k, self.top_p,
         ):  # fmt: skip
-            array[target] = array[source]
+            array[targets] = array[sources]
 
 
 class DecodeBatch:
@@ -202,6 +202,7 @@ class DecodeBatch:
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.tokens = 0
         self.prefill_tokens = 0
+        self.shared_tokens = 0
         self.steps = 0
 
     @property
@@ -332,7 +333,7 @@ class DecodeBatch:
             if request is not None and request.prompt_version == self.version
         }
         admitted: list[int] = []
-        copies: list[tuple[int, int, int]] = []
+        copies: dict[int, int] = {}  # target slot -> source slot
         deferred: list[GenerationRequest] = []
         while self._waiting and len(admitted) + len(copies) < len(free):
             request = self._waiting.popleft()
@@ -345,11 +346,13 @@ class DecodeBatch:
             if source == slot:
                 admitted.append(slot)
             else:
-                copies.append((source, slot, len(request.prompt) - 1))
+                copies[slot] = source
+                self.shared_tokens += len(request.prompt) - 1
         self._waiting.extendleft(reversed(deferred))
         self._prefill(admitted)
-        for source, target, length in copies:
-            self.decoder.copy(source, target, length)
+        if copies:
+            length = int(self._rows.position[list(copies)].max())
+            self.decoder.copy(list(copies.values()), list(copies), length)
 
     def _start(self, slot: int, request: GenerationRequest) -> None:
         request.prompt_version = self.version
@@ -372,10 +375,11 @@ class DecodeBatch:
             return self.decoder.slots if running else 0
         gaps = [slot for slot in range(running) if self._running[slot] is None]
         movers = [slot for slot in range(running, self.decoder.slots) if self._running[slot] is not None]
-        for gap, mover in zip(gaps, movers, strict=True):
-            self.decoder.copy(mover, gap, int(self._rows.position[mover]))
-            self._rows.move(mover, gap)
-            self._running[gap], self._running[mover] = self._running[mover], None
+        if gaps:
+            self.decoder.copy(movers, gaps, int(self._rows.position[movers].max()))
+            self._rows.move(movers, gaps)
+            for gap, mover in zip(gaps, movers, strict=True):
+                self._running[gap], self._running[mover] = self._running[mover], None
         return running
 
     def _free(self, slot: int) -> None:
