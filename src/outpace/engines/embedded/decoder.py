@@ -30,7 +30,7 @@ from outpace.errors import BadInput
 from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
 
-WINDOW_STEP: Final = 16
+WINDOW_STEP: Final = 8
 """Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
 FIRST_CAPACITY = 128
