@@ -421,7 +421,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     version: Version
     running: int  # requests, including those of an evaluation
     waiting: int
-    tokens: int  # tokens, prefill_tokens and steps count training rollouts only
+    tokens: int  # tokens, prefill_tokens, shared_tokens and steps count training rollouts only
     prefill_tokens: int
     steps: int
     busy_s: float  # seconds spent computing for training rollouts
@@ -433,6 +433,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     health: Health = "healthy"
     limit: int = 0  # most requests sent to it at once; 0: no limit
     retries: int = 0  # requests that failed on the server; they are retried, in whole or in part
+    shared_tokens: int = 0  # prompt tokens that the embedded engine copied instead of computing them
 
 
 class FleetMember(msgspec.Struct, frozen=True):

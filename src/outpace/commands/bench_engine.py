@@ -1,8 +1,9 @@
 """`outpace bench engine`: the embedded engine compared with transformers' `generate` on the same weights.
 
-Two loads: requests of equal length, where only the cost of a decode step counts, and long-tailed lengths, where
-`generate` keeps decoding finished rows while the engine refills their slots. Both sides sample from the plain softmax
-with the same number of threads, run alternately and report medians.
+Three loads: requests of equal length, where only the cost of a decode step counts; long-tailed lengths, where
+`generate` keeps decoding finished rows while the engine refills their slots; and groups, eight short attempts per
+prompt, whose prompt the engine computes once. Both sides sample from the plain softmax with the same number of threads,
+run alternately and report medians.
 
 Correctness comes first: greedy output must equal `generate`'s, except where the two best logits are closer than 1e-4,
 and sampled logprobs must be within 1e-4 of a teacher-forced forward pass. The command prints every missed target and
@@ -33,10 +34,10 @@ TIE = 1e-4
 BATCH = 64
 PROMPT_TOKENS = 16
 
-EQUAL, LONG_TAILED = "equal lengths", "long-tailed"
+EQUAL, LONG_TAILED, GROUPS = "equal lengths", "long-tailed", "groups"
 MAX_LOGPROB_ERROR = 1e-4
 MIN_RATIO = {EQUAL: 1.5, LONG_TAILED: 2.5}
-"""Required speedup over `generate`, by load."""
+"""Required speedup over `generate`, by load. Groups have none."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def missed_targets(result: dict[str, Any]) -> list[str]:
     missed += [
         f"{row['load']}: {row['ratio']:.2f} times as fast as generate, target {MIN_RATIO[row['load']]}"
         for row in result["loads"]
-        if not row["ratio"] >= MIN_RATIO[row["load"]]
+        if row["load"] in MIN_RATIO and not row["ratio"] >= MIN_RATIO[row["load"]]
     ]
     return missed
 
@@ -121,7 +122,7 @@ async def _measure(policy: PreTrainedModel, *, threads: int, repeats: int, slots
     engine = EmbeddedEngine(policy, slots=slots, threads=threads)
     try:
         correctness = await _correctness(engine, policy, seed)
-        loads = [_equal_load(policy, seed), _long_tailed_load(policy, seed)]
+        loads = [_equal_load(policy, seed), _long_tailed_load(policy, seed), _groups_load(policy, seed)]
         rows = [await _race(engine, policy, load, repeats) for load in loads]
     finally:
         await engine.close()
@@ -153,9 +154,9 @@ def _small_llama(seed: int) -> PreTrainedModel:
     return model
 
 
-def _prompts(policy: PreTrainedModel, count: int, seed: int) -> list[Ints]:
+def _prompts(policy: PreTrainedModel, count: int, seed: int, tokens: int = PROMPT_TOKENS) -> list[Ints]:
     random = np.random.default_rng(seed)
-    return [random.integers(3, policy.config.vocab_size, PROMPT_TOKENS).astype(np.int32) for _ in range(count)]
+    return [random.integers(3, policy.config.vocab_size, tokens).astype(np.int32) for _ in range(count)]
 
 
 def _equal_load(policy: PreTrainedModel, seed: int) -> GenerationLoad:
@@ -167,6 +168,14 @@ def _long_tailed_load(policy: PreTrainedModel, seed: int) -> GenerationLoad:
     random = np.random.default_rng(seed + 1)
     lengths = np.clip(random.lognormal(np.log(16), 0.9, 8 * BATCH), 2, 256).astype(int)
     return GenerationLoad(LONG_TAILED, _prompts(policy, len(lengths), seed + 2), lengths.tolist())
+
+
+def _groups_load(policy: PreTrainedModel, seed: int) -> GenerationLoad:
+    """The shape of the built-in task: 64 groups of 8 attempts, prompts of 12 tokens, answers of 5 to 11."""
+    attempts = 8
+    prompts = [prompt for prompt in _prompts(policy, 64, seed + 4, tokens=12) for _ in range(attempts)]
+    lengths = np.random.default_rng(seed + 5).integers(5, 12, len(prompts))
+    return GenerationLoad(GROUPS, prompts, lengths.tolist())
 
 
 # ------------------------------------------------------------------------------------------------------------- speed

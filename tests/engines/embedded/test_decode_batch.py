@@ -97,6 +97,7 @@ def test_equal_prompts_are_prefilled_once(model_of: Models, prompts: Prompts, fo
         batch.submit(str(index), prompt, Sampling(max_tokens=5 + index, seed=index), 0)
     finished = drain(batch)
     assert batch.prefill_tokens == 19
+    assert batch.shared_tokens == 3 * 20 + 2 * 19  # three follow the first; two start later, from the last prompt token
     for result in finished.values():
         generation = generation_of(result)
         np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
@@ -288,7 +289,7 @@ def test_in_deterministic_mode_results_do_not_depend_on_batch_composition_slot_o
 ) -> None:
     batch = make_batch(model_of(family), slots=5, path=path, deterministic=True)
     submitted = prompts(1, 4, 4, 9, 17, 30, 33, 40, 12, 12)
-    submitted[2] = submitted[1]  # two requests with the same prompt, as in a group
+    submitted[2] = submitted[3] = submitted[1]  # requests with the same prompt, as in a group
     samplings = [Sampling(max_tokens=3 + 4 * index, seed=index, temperature=0.8) for index in range(REQUESTS)]
 
     def serve(chosen: Sequence[int], gaps: Sequence[int]) -> dict[str, Generation]:

@@ -4,10 +4,16 @@
 running request, finished requests leave. A request whose `min_version` is newer than the batch's version stays in the
 queue, and later requests may overtake it.
 
+Equal prompts, such as the attempts of a group, are computed once per version:
+- requests that start in the same turn: the first is prefilled and stepped; the others, its followers, are sampled from
+  its logits, each with its own noise, and get a copy of its KV cache;
+- a request that starts later gets a copy from one that still runs, and is stepped from its last prompt token on.
+
 Invariants
 - A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
-- Rows 0 … n-1 are running and the rest is free, except in deterministic mode: there a request keeps its slot and idle
-  slots are stepped too, so every tensor shape is independent of the other requests.
+- Rows 0 … n-1 are running and the rest is free, followers last, except in deterministic mode: there a request keeps its
+  slot and idle slots are stepped too, so every tensor shape is independent of the other requests.
+- KV caches are shared only within a version: `prompt_version` is the version that computed the prompt.
 - A slot's KV cache holds all tokens of its sequence except the last, which the next step feeds.
 - Each token carries its logprob and its version: `spans` records where in the output each version began.
 - The sampled token of a row does not depend on the other rows, bit for bit: `sample` skips an operation only if it
@@ -102,6 +108,7 @@ class GenerationRequest:
     limit: int
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
+    prompt_bytes: bytes  # equal for equal prompts
     prompt_version: Version = -1  # that prefilled the prompt: its cache may be copied under this version only
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -180,11 +187,11 @@ class _StepInputs:
             array[row] = 0
         self.temperature[row] = self.top_p[row] = 1
 
-    def move(self, source: int, target: int) -> None:
+    def move(self, sources: list[int], targets: list[int]) -> None:
         for array in (
             self.token, self.position, self.index, self.seed, self.temperature, self.top_k, self.top_p,
         ):  # fmt: skip
-            array[target] = array[source]
+            array[targets] = array[sources]
 
 
 class DecodeBatch:
@@ -201,7 +208,8 @@ class DecodeBatch:
         self._scratch = _StepInputs(1)
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.tokens = 0
-        self.prefill_tokens = 0
+        self.prefill_tokens = 0  # computed
+        self.shared_tokens = 0  # prompt tokens copied from another request
         self.steps = 0
 
     @property
@@ -235,6 +243,7 @@ class DecodeBatch:
             limit=limit,
             stop_ids=frozenset(sampling.stop_ids),
             stop_strings=self._stop_strings_of(sampling.stop_strings),
+            prompt_bytes=prompt.tobytes(),
         )
         self._scratch.fill(0, request)  # a value that overflows its array raises here, not during a turn of the batch
         self._waiting.append(request)
@@ -273,13 +282,18 @@ class DecodeBatch:
     # ------------------------------------------------------------------------------------------------ decoding
 
     def advance(self) -> list[FinishedRequest]:
-        """Admit waiting requests, decode one token for every running request, return those that ended."""
-        self._admit()
-        rows = self._compact()
-        if rows == 0:
+        """Admit waiting requests, sample one token for every running request, return those that ended."""
+        followers = self._admit()
+        running = self.running
+        if running == 0:
             return []
         state = self._rows
-        logits = self.decoder.step(state.token[:rows], state.position[:rows])
+        rows = stepped = self.decoder.slots
+        if not self.decoder.deterministic:
+            rows, stepped = running, running - len(followers)
+        logits = self.decoder.step(state.token[:stepped], state.position[:stepped])
+        if followers:
+            logits = self._follow(logits, rows, followers)
         with torch.inference_mode():
             chosen, chosen_logprobs = sample(
                 logits,
@@ -321,41 +335,68 @@ class DecodeBatch:
                 self._free(slot)
         return done
 
-    def _admit(self) -> None:
-        """Move waiting requests into free slots. The cache of a prompt that is already in a slot is copied."""
-        free = [slot for slot, request in enumerate(self._running) if request is None] if self._waiting else []
-        if not free:
-            return
-        resident = {
-            request.prompt.tobytes(): slot
+    def _admit(self) -> dict[int, int]:
+        """Move waiting requests into slots. A prompt is computed once, in the slot of the first request that has it.
+
+        Return the followers: requests that start together with the first one of their prompt, as slot -> its slot."""
+        taken = self._take_waiting()
+        computed = self._computed_prompts()
+        first: dict[bytes, GenerationRequest] = {}
+        for request in taken:
+            if request.prompt_bytes not in computed:
+                first.setdefault(request.prompt_bytes, request)
+        stepped = [request for request in taken if first.get(request.prompt_bytes, request) is request]
+        followers = [request for request in taken if first.get(request.prompt_bytes, request) is not request]
+        slots = self._make_room(len(stepped), len(followers))
+        computed = self._computed_prompts()  # running requests may have moved
+        source = {}
+        for slot, request in zip(slots, (*stepped, *followers), strict=True):
+            self._start(slot, request)
+            source[slot] = computed.setdefault(request.prompt_bytes, slot)
+        decoded = slots[: len(stepped)]
+        self._prefill([slot for slot in decoded if source[slot] == slot])
+        self._copy_prompts({slot: source[slot] for slot in decoded if source[slot] != slot}, without_last=True)
+        return {slot: source[slot] for slot in slots[len(stepped) :]}
+
+    def _take_waiting(self) -> list[GenerationRequest]:
+        """Remove from the queue as many requests as there are free slots, leaving those that need newer weights."""
+        free = self.decoder.slots - self.running
+        taken: list[GenerationRequest] = []
+        deferred: list[GenerationRequest] = []
+        while self._waiting and len(taken) < free:
+            request = self._waiting.popleft()
+            (taken if request.min_version <= self.version else deferred).append(request)
+        self._waiting.extendleft(reversed(deferred))
+        return taken
+
+    def _computed_prompts(self) -> dict[bytes, int]:
+        """Return the prompts that the current weights computed, with a slot that holds their KV cache."""
+        return {
+            request.prompt_bytes: slot
             for slot, request in enumerate(self._running)
             if request is not None and request.prompt_version == self.version
         }
-        admitted: list[int] = []
-        copies: list[tuple[int, int, int]] = []
-        deferred: list[GenerationRequest] = []
-        while self._waiting and len(admitted) + len(copies) < len(free):
-            request = self._waiting.popleft()
-            if request.min_version > self.version:
-                deferred.append(request)
-                continue
-            slot = free[len(admitted) + len(copies)]
-            self._start(slot, request)
-            source = resident.setdefault(request.prompt.tobytes(), slot)
-            if source == slot:
-                admitted.append(slot)
-            else:
-                copies.append((source, slot, len(request.prompt) - 1))
-        self._waiting.extendleft(reversed(deferred))
-        self._prefill(admitted)
-        for source, target, length in copies:
-            self.decoder.copy(source, target, length)
 
     def _start(self, slot: int, request: GenerationRequest) -> None:
         request.prompt_version = self.version
         request.spans.append((0, self.version))
         self._running[slot] = request
         self._rows.fill(slot, request)
+
+    def _copy_prompts(self, sources: dict[int, int], *, without_last: bool) -> None:
+        """Copy the KV cache of prompts, with or without the last token. `sources` maps a slot to the one it copies."""
+        if not sources:
+            return
+        lengths = self._rows.position[list(sources)] + (0 if without_last else 1)
+        self.decoder.copy(list(sources.values()), list(sources), int(lengths.max()))
+        self.shared_tokens += int(lengths.sum())
+
+    def _follow(self, logits_B_V: Tensor, rows: int, followers: dict[int, int]) -> Tensor:
+        """Give followers the logits and the KV cache of the first request of their prompt, which was just stepped."""
+        source = np.arange(rows)
+        source[list(followers)] = list(followers.values())
+        self._copy_prompts(followers, without_last=False)
+        return logits_B_V[torch.from_numpy(source).to(logits_B_V.device)]
 
     def _prefill(self, slots: Sequence[int]) -> None:
         """Compute the KV cache of these slots: all tokens but the newest."""
@@ -365,18 +406,22 @@ class DecodeBatch:
             self.decoder.prefill(list(prefixes), list(prefixes.values()))
             self.prefill_tokens += sum(len(prefix) for prefix in prefixes.values())
 
-    def _compact(self) -> int:
-        """Move running requests into the gaps of finished ones; return the number of rows to step."""
-        running = self.running
+    def _make_room(self, stepped: int, followers: int) -> list[int]:
+        """Return slots for new requests: first those that the next step decodes, then those that follow.
+
+        The rows of the step become contiguous: running requests move into the gaps of finished ones."""
         if self.decoder.deterministic:
-            return self.decoder.slots if running else 0
-        gaps = [slot for slot in range(running) if self._running[slot] is None]
-        movers = [slot for slot in range(running, self.decoder.slots) if self._running[slot] is not None]
-        for gap, mover in zip(gaps, movers, strict=True):
-            self.decoder.copy(mover, gap, int(self._rows.position[mover]))
-            self._rows.move(mover, gap)
-            self._running[gap], self._running[mover] = self._running[mover], None
-        return running
+            return [slot for slot, request in enumerate(self._running) if request is None][: stepped + followers]
+        rows = self.running + stepped
+        gaps = [slot for slot in range(rows) if self._running[slot] is None]
+        movers = [slot for slot in range(rows, self.decoder.slots) if self._running[slot] is not None]
+        targets, free = gaps[: len(movers)], gaps[len(movers) :]
+        if movers:
+            self.decoder.copy(movers, targets, int(self._rows.position[movers].max()))
+            self._rows.move(movers, targets)
+            for target, mover in zip(targets, movers, strict=True):
+                self._running[target], self._running[mover] = self._running[mover], None
+        return [*free, *range(rows, rows + followers)]
 
     def _free(self, slot: int) -> None:
         self._running[slot] = None

@@ -12,7 +12,7 @@ KV cache: the time axis doubles up to the context, so a long context costs memor
 GPU the memory of the smaller cache goes back to the driver: the larger cache cannot reuse it, and the learner may need
 it. Memory is zeroed, never uninitialized: a masked key has weight zero, but zero times NaN is NaN.
 
-Shapes: S slots, H key-value heads, T capacity, D head size.
+Shapes: S slots, N of them, H key-value heads, T capacity, L padded prefix length, D head size.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ from outpace.errors import BadInput
 from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
 
-WINDOW_STEP: Final = 16
+WINDOW_STEP: Final = 8
 """Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
 FIRST_CAPACITY = 128
+
+PREFILL_TOKENS = 4096
+"""Maximum number of tokens, including padding, in one prefill pass."""
 
 DecoderWeights = Mapping[str, Tensor]
 """A weight set in the decoder's layout, dtype and device."""
@@ -79,9 +82,11 @@ class SlotCache:
                 release_unused_memory(device)
 
     @torch.inference_mode()
-    def copy(self, source: int, target: int, length: int) -> None:
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        source_N, target_N = (torch.tensor(slots, device=self.keys[0].device) for slots in (sources, targets))
         for tensor in (*self.keys, *self.values):
-            tensor[target, :, :length] = tensor[source, :, :length]
+            prefix_S_H_L_D = tensor[:, :, :length]
+            prefix_S_H_L_D.index_copy_(0, target_N, prefix_S_H_L_D.index_select(0, source_N))
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
@@ -102,9 +107,29 @@ class Decoder(ABC):
         self.device = device
         self._cache = SlotCache(shapes, self.slots, self.context, dtype, device, preallocate=self.deterministic)
 
-    @abstractmethod
+    @torch.inference_mode()
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
-        """Compute the keys and values of each prefix and store them in its slot."""
+        """Compute the keys and values of each prefix and store them in its slot: as few passes as fit."""
+        order = sorted(range(len(slots)), key=lambda index: len(prefixes[index]), reverse=True)
+        start = 0
+        while start < len(order):
+            longest = len(prefixes[order[start]])
+            length = min(self.context, round_up(longest)) if self.deterministic else longest
+            rows = 1 if self.deterministic else max(1, PREFILL_TOKENS // longest)
+            chunk = order[start : start + rows]
+            tokens_N_L = np.zeros((len(chunk), length), dtype=np.int64)
+            for row, index in enumerate(chunk):
+                tokens_N_L[row, : len(prefixes[index])] = prefixes[index]
+            self._cache.reserve(length)
+            slot_N = torch.tensor([slots[index] for index in chunk], device=self.device)
+            self._prefill_pass(slot_N, torch.from_numpy(tokens_N_L).to(self.device))
+            start += len(chunk)
+
+    @abstractmethod
+    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+        """Compute the keys and values of these prefixes at positions 0 … L-1 and store them in their slots.
+
+        Shorter prefixes are padded on the right: causal attention hides the padding, and later steps overwrite it."""
 
     @abstractmethod
     def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
@@ -124,9 +149,9 @@ class Decoder(ABC):
     def sibling(self, prepared: DecoderWeights, slots: int | None = None) -> Decoder:
         """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` keys and values of one slot into another."""
-        self._cache.copy(source, target, length)
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` keys and values of each source slot into its target; reads before it writes."""
+        self._cache.copy(sources, targets, length)
 
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed only when it contains non-finite values."""

@@ -196,6 +196,7 @@ class EmbeddedEngine:
             slots=self._main.decoder.slots,
             threads=self._threads if self._sharing is None else self._sharing.threads,
             turns=self._turns,
+            shared_tokens=self._main.shared_tokens,
         )
 
     async def broken(self) -> ComponentFailed:

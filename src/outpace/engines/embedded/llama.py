@@ -17,7 +17,7 @@ H query heads, K key-value heads, G = H / K query heads per key-value head, D he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors, round_up
-from outpace.types import Ints
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROTARY = "model.rotary_emb"
@@ -196,10 +195,6 @@ def layer_weights(prepared: DecoderWeights, layer: int) -> LlamaLayer:
     )
 
 
-PREFILL_TOKENS = 4096
-"""Maximum number of tokens, including padding, in one prefill pass."""
-
-
 class LlamaDecoder(Decoder):
     """`Decoder` for the Llama family."""
 
@@ -240,40 +235,21 @@ class LlamaDecoder(Decoder):
 
     # ------------------------------------------------------------------------------------------------- compute
 
-    @torch.inference_mode()
-    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
-        if self.deterministic:
-            for slot, prefix in zip(slots, prefixes, strict=True):
-                self._prefill_pass([slot], [prefix], min(self.context, round_up(len(prefix))))
-            return
-        order = sorted(range(len(slots)), key=lambda index: len(prefixes[index]), reverse=True)
-        start = 0
-        while start < len(order):
-            longest = len(prefixes[order[start]])
-            chunk = order[start : start + max(1, PREFILL_TOKENS // longest)]
-            self._prefill_pass([slots[index] for index in chunk], [prefixes[index] for index in chunk], longest)
-            start += len(chunk)
-
-    def _prefill_pass(self, slots: list[int], prefixes: list[Ints], length: int) -> None:
-        """Prefill with right padding. It needs no mask: causal attention hides it, and later steps overwrite it."""
-        shape, device = self._shape, self._shape.device
-        self._cache.reserve(length)
-        tokens_N_L = np.zeros((len(slots), length), dtype=np.int64)
-        for row, prefix in enumerate(prefixes):
-            tokens_N_L[row, : len(prefix)] = prefix
-        slot_N = torch.tensor(slots, device=device)
-        angles = self._angles[:length].repeat(len(slots), 1).unsqueeze(1)
-        hidden_B_E = F.embedding(torch.from_numpy(tokens_N_L).to(device).flatten(), self._embedding_V_E)
+    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+        shape = self._shape
+        count, length = tokens_N_L.shape
+        angles = self._angles[:length].repeat(count, 1).unsqueeze(1)
+        hidden_B_E = F.embedding(tokens_N_L.flatten(), self._embedding_V_E)
         last = shape.layers - 1
         for index, layer in enumerate(self._layers):
             q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
-            k_N_K_L_D = k_B_K_D.view(len(slots), length, shape.kv_heads, shape.head_dim).transpose(1, 2)
-            v_N_K_L_D = v_B_K_D.view(len(slots), length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+            k_N_K_L_D = k_B_K_D.view(count, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
+            v_N_K_L_D = v_B_K_D.view(count, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
             self._cache.keys[index][:, :, :length].index_copy_(0, slot_N, k_N_K_L_D)
             self._cache.values[index][:, :, :length].index_copy_(0, slot_N, v_N_K_L_D)
             if index == last:
                 break
-            q_N_H_L_D = q_B_H_D.view(len(slots), length, shape.heads, shape.head_dim).transpose(1, 2)
+            q_N_H_L_D = q_B_H_D.view(count, length, shape.heads, shape.head_dim).transpose(1, 2)
             attended_N_H_L_D = F.scaled_dot_product_attention(
                 q_N_H_L_D, k_N_K_L_D, v_N_K_L_D, is_causal=True, enable_gqa=shape.heads != shape.kv_heads
             )

@@ -11,7 +11,7 @@ Shapes: B rows, N prefixes, L padded prefix length, V vocabulary, W key window, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from outpace.engines.embedded.decoder import Decoder, DecoderWeights, SlotCache, check_tensors, round_up
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights, SlotCache, check_tensors
 from outpace.errors import BadInput
-from outpace.types import Ints
 
 
 @dataclass
@@ -115,20 +114,10 @@ class TransformersDecoder(Decoder):
 
     # ------------------------------------------------------------------------------------------------- compute
 
-    @torch.inference_mode()
-    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
-        for slot, prefix in zip(slots, prefixes, strict=True):
-            length = min(self.context, round_up(len(prefix)))
-            self._cache.reserve(length)
-            tokens_1_L = torch.zeros(1, length, dtype=torch.int64, device=self.device)
-            tokens_1_L[0, : len(prefix)] = torch.from_numpy(np.asarray(prefix, dtype=np.int64))
-            positions_1_L = torch.arange(length, device=self.device).unsqueeze(0)
-            self._forward(
-                self._model.base_model,
-                _ForwardPass(torch.tensor([slot], device=self.device), length, None),
-                tokens_1_L,
-                positions_1_L,
-            )
+    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+        length = tokens_N_L.shape[1]
+        positions_N_L = torch.arange(length, device=self.device).expand_as(tokens_N_L)
+        self._forward(self._model.base_model, _ForwardPass(slot_N, length, None), tokens_N_L, positions_N_L)
 
     @torch.inference_mode()
     def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
