@@ -160,7 +160,7 @@ async def test_the_idle_deadline_restarts_when_the_server_resumes() -> None:
         await _begun(setup)
         await setup.engine.stream_tokens("r", 2)
         began = asyncio.get_running_loop().time()
-        with setup.engine._state.pausing():
+        with setup.engine._state.updating(paused=True):
             await asyncio.sleep(0.5)
         assert (await request).stop == "lost"
         assert asyncio.get_running_loop().time() - began >= 0.5 + 0.3
@@ -501,7 +501,7 @@ async def test_preemptions_caused_by_kv_recompute_do_not_lower_the_limit() -> No
 
 
 async def test_a_second_weight_set_is_refused_when_the_server_has_room_for_one() -> None:
-    async with engine_setup(pins=True) as setup:
+    async with engine_setup() as setup:
         with pytest.raises(UpdateFailed, match="weight set"):
             await setup.load(1, pinned=True)
         with pytest.raises(RequestFailed, match="version 1"):
