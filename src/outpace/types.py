@@ -406,6 +406,19 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+class LoadPhases(msgspec.Struct, frozen=True):
+    """Seconds of the phases of a weight update of a server. The last three make up the pause."""
+
+    prepare_s: float = 0.0  # verify and transfer, while the server samples
+    hold_s: float = 0.0  # until it stops sampling
+    copy_s: float = 0.0  # until it has the new weights
+    resume_s: float = 0.0  # until it samples again
+
+    @property
+    def pause_s(self) -> float:
+        return self.hold_s + self.copy_s + self.resume_s
+
+
 class LoadReport(msgspec.Struct, frozen=True):
     """An engine's report on a weight update."""
 
@@ -413,6 +426,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     pause_s: float  # how long sampling was paused
     seconds: float  # the whole load, mostly outside the pause
     bytes: int
+    phases: LoadPhases | None = None  # of a server; None: the embedded engine
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -6,8 +6,7 @@
                   {"kind": "fetched", "key"}: load the weights received by that fetch
 
 Invariants
-- One update is one call: between calls the model is always complete. `start` and `finish` do nothing here, so a caller
-  that dies between them leaves nothing behind except vLLM's own record of an open update.
+- One update is one call: between calls the model is always complete. `start` and `finish` do nothing here.
 - Every failure is raised to the caller of the route; the next update finds a complete model.
 - Works with vLLM 0.25 and 0.32: it overrides the methods that either of them calls.
 """

@@ -199,6 +199,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         "engines",
         ("sync/publish_s", "sum", "s", "time in which snapshots blocked the learner"),
         ("sync/pause_s", "sum", "s", "time in which sampling was paused, over all engines"),
+        (
+            "sync/hold_s, sync/copy_s, sync/resume_s",
+            "sum",
+            "s",
+            "phases of the pauses of servers: until a server stopped sampling, had the new weights, and sampled again",
+        ),
+        ("sync/prepare_s", "sum", "s", "time to verify and transfer weights while servers sampled"),
         ("sync/load_s", "sum", "s", "time of complete loads, over all engines"),
         ("sync/bytes", "sum", "bytes", "transferred to all engines"),
         ("sync/loads", "sum", "", "number of loads, over all engines"),

@@ -303,6 +303,9 @@ def record_load(meter: Meter, report: LoadReport) -> None:
     meter.add("sync/load_s", report.seconds)
     meter.add("sync/bytes", report.bytes)
     meter.add("sync/loads", 1)
+    if report.phases is not None:
+        for name, seconds in msgspec.structs.asdict(report.phases).items():
+            meter.add(f"sync/{name}", seconds)
 
 
 def record_engines(meter: Meter, stats: Iterable[EngineStats]) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outpace.engines.server.protocol import PreparedWeights
-from outpace.types import Manifest
+from outpace.types import LoadPhases, Manifest
 
 
 @dataclass
 class FakeTransport:
     needs_pause: bool = True
+    phases: LoadPhases | None = None  # of a server that pauses by itself
     prepare_fails: Exception | None = None
     swap_fails: Exception | None = None
     swapping: asyncio.Event | None = None  # set when a swap starts; the swap then never ends
@@ -23,16 +24,17 @@ class FakeTransport:
     async def prepare(self, manifest: Manifest) -> PreparedWeights:
         if self.prepare_fails is not None:
             raise self.prepare_fails
-        adapter = None if self.needs_pause else f"v{manifest.version}"
+        adapter = None if self.needs_pause or self.phases else f"v{manifest.version}"
         return PreparedWeights(manifest.version, 10, {}, adapter)
 
-    async def swap(self, ready: Any) -> None:
+    async def swap(self, ready: Any) -> LoadPhases | None:
         if self.swapping is not None:
             self.swapping.set()
             await asyncio.Event().wait()
         if self.swap_fails is not None:
             raise self.swap_fails
         self.swapped.append(ready.version)
+        return self.phases
 
     async def forget(self, version: int) -> None:
         self.forgotten.append(version)

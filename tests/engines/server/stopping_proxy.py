@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-UPDATES = ("/update_weights", "/collective_rpc")
+UPDATE = "/collective_rpc"
 
 
 class StoppingProxy:
@@ -23,7 +23,7 @@ class StoppingProxy:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        if request.path in UPDATES:
+        if request.path == UPDATE:
             self.updates += 1
             self._before_update(self.updates)
         url = f"{self._target}{request.path_qs}"

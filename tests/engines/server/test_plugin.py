@@ -103,7 +103,8 @@ class Bench:
 
     async def update(self, transport: Transport, manifest: Manifest) -> int:
         ready = await transport.prepare(manifest)
-        await self.http.post("/pause", {}, deadline_s=CONTROL_S, query={"mode": "keep", "clear_cache": "true"})
+        if transport.needs_pause:
+            await self.http.post("/pause", {}, deadline_s=CONTROL_S, query={"mode": "keep", "clear_cache": "true"})
         try:
             await transport.swap(ready)
         finally:
@@ -202,7 +203,6 @@ async def test_an_update_that_fails_in_the_server_is_reported_and_the_next_updat
         manifest = SnapshotWriter(bench.directory, f"wrong-{number}", torch.float32).publish(1, wrong, [])
         with pytest.raises(ServerFaulty, match=cause):
             await bench.update(transport, manifest)
-    await bench.http.post("/start_weight_update", {}, deadline_s=CONTROL_S, repeatable=True)
     await bench.update(transport, bench.published())
     assert await bench.distance() < NOISE
 

@@ -25,7 +25,7 @@ from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.state import ActiveRequest, HealthMachine, ServerEngineSettings
 from outpace.engines.server.vllm import VllmServer
 from outpace.errors import CorruptData, RequestFailed, ServerFaulty, UpdateFailed, UpdateTorn
-from outpace.types import Generation, Manifest, Sampling
+from outpace.types import Generation, LoadPhases, Manifest, Sampling
 from support import examples
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,7 +160,7 @@ async def test_the_idle_deadline_restarts_when_the_server_resumes() -> None:
         await _begun(setup)
         await setup.engine.stream_tokens("r", 2)
         began = asyncio.get_running_loop().time()
-        with setup.engine._state.pausing():
+        with setup.engine._state.updating(paused=True):
             await asyncio.sleep(0.5)
         assert (await request).stop == "lost"
         assert asyncio.get_running_loop().time() - began >= 0.5 + 0.3
@@ -325,8 +325,37 @@ async def test_a_weight_swap_during_a_sequence_is_recorded_in_its_versions() -> 
         assert report.version == 1
         assert report.bytes == 10
         assert 0 < report.pause_s <= report.seconds
+        assert report.phases is not None
+        assert min(report.phases.hold_s, report.phases.copy_s, report.phases.resume_s) > 0
+        assert report.phases.pause_s == report.pause_s
         assert (await setup.generate()).versions.tolist() == [1] * 8
         assert setup.fake.received[-1]["cache_salt"] == "run.1"
+
+
+async def test_a_server_that_pauses_by_itself_gets_requests_during_the_swap() -> None:
+    transport = FakeTransport(needs_pause=False, phases=LoadPhases(hold_s=0.1, copy_s=0.2, resume_s=0.3))
+    async with engine_setup(transport=transport) as setup:
+        swapping, go_on, taken = asyncio.Event(), asyncio.Event(), transport.swap
+
+        async def swap(ready: Any) -> LoadPhases | None:
+            swapping.set()
+            await go_on.wait()
+            return await taken(ready)
+
+        transport.swap = swap  # type: ignore[method-assign]
+        update = asyncio.create_task(setup.load(1))
+        await swapping.wait()
+        assert (await setup.generate("during")).versions.tolist() == [0] * 8
+        go_on.set()
+        report = await update
+        assert report.pause_s == pytest.approx(0.6)
+        assert report.phases is not None
+        assert (report.phases.hold_s, report.phases.copy_s, report.phases.resume_s) == (0.1, 0.2, 0.3)
+        assert not {"/pause", "/resume"} & set(setup.fake.calls)
+        transport.swap_fails = ServerFaulty("half-way")
+        with pytest.raises(UpdateTorn, match="half-way"):
+            await setup.load(2)
+        assert setup.fake.calls[-1] == "/resume"  # it stays paused after a failure
 
 
 async def test_an_answer_may_end_before_the_server_confirms_the_resume() -> None:
@@ -433,10 +462,10 @@ async def test_an_update_continues_when_its_caller_is_cancelled() -> None:
         await _begun(setup)
         swapping, go_on, taken = asyncio.Event(), asyncio.Event(), transport.swap
 
-        async def swap(ready: Any) -> None:
+        async def swap(ready: Any) -> LoadPhases | None:
             swapping.set()
             await go_on.wait()
-            await taken(ready)
+            return await taken(ready)
 
         transport.swap = swap  # type: ignore[method-assign]
         update = asyncio.create_task(setup.load(1))
@@ -472,7 +501,7 @@ async def test_preemptions_caused_by_kv_recompute_do_not_lower_the_limit() -> No
 
 
 async def test_a_second_weight_set_is_refused_when_the_server_has_room_for_one() -> None:
-    async with engine_setup(pins=True) as setup:
+    async with engine_setup() as setup:
         with pytest.raises(UpdateFailed, match="weight set"):
             await setup.load(1, pinned=True)
         with pytest.raises(RequestFailed, match="version 1"):
@@ -564,7 +593,7 @@ async def test_an_adapter_can_be_pinned_for_evaluation() -> None:
 
 async def test_an_adapter_that_fails_to_load_leaves_the_old_one_in_place() -> None:
     transport = FakeTransport(needs_pause=False)
-    async with engine_setup(transport=transport) as setup:
+    async with engine_setup(transport=transport, pins=True) as setup:
         await setup.load(1)
         transport.swap_fails = ServerFaulty("no room")
         with pytest.raises(UpdateFailed) as failed:
@@ -574,7 +603,7 @@ async def test_an_adapter_that_fails_to_load_leaves_the_old_one_in_place() -> No
 
 
 async def test_a_server_that_lost_its_adapters_breaks_the_engine() -> None:
-    async with engine_setup(transport=FakeTransport(needs_pause=False)) as setup:
+    async with engine_setup(transport=FakeTransport(needs_pause=False), pins=True) as setup:
         await setup.load(1)
         setup.fake.unknown.add("v1")
         assert (await setup.generate()).stop == "lost"
@@ -584,7 +613,7 @@ async def test_a_server_that_lost_its_adapters_breaks_the_engine() -> None:
 
 async def test_files_prepared_for_an_adapter_that_fails_to_load_are_removed() -> None:
     transport = FakeTransport(needs_pause=False, swap_fails=ServerFaulty("no room"))
-    async with engine_setup(transport=transport) as setup:
+    async with engine_setup(transport=transport, pins=True) as setup:
         with pytest.raises(UpdateFailed):
             await setup.load(1)
         await setup.until(lambda: transport.forgotten == [1])

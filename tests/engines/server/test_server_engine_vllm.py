@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from outpace.engines.server.http import HttpClient
-from outpace.engines.server.protocol import STALE
+from outpace.engines.server.protocol import STALE, Transport
 from outpace.engines.server.server_engine import ServerEngine
 from outpace.engines.server.state import ServerEngineSettings
-from outpace.engines.server.transports import FilesTransport
+from outpace.engines.server.transports import FilesTransport, MemoryTransport
 from outpace.engines.server.vllm import COMPLETIONS, GENERATE, VllmServer
 from outpace.errors import ContextFull, RequestFailed
 from outpace.models.loading import load_model, load_tokenizer
@@ -51,8 +51,8 @@ async def make_server(vllm: RunningVllm, route: str) -> VllmServer:
     return server
 
 
-def make_engine(server: VllmServer, directory: Path, **given: Any) -> ServerEngine:
-    transport = FilesTransport(server.http, 60, directory / "weights")
+def make_engine(server: VllmServer, directory: Path, transport: Transport | None = None, **given: Any) -> ServerEngine:
+    transport = transport or FilesTransport(server.http, 60, directory / "weights")
     chosen: dict[str, Any] = {"version": STALE, "context": CONTEXT, "slots": 16, "probe_s": 0.5, **given}
     return ServerEngine(server, transport, ServerEngineSettings("engine-0", "run", **chosen))
 
@@ -127,9 +127,13 @@ async def test_cancelling_the_caller_ends_the_request_in_the_server(engine: Serv
     await observer.close()
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_an_update_changes_the_weights_during_a_sequence(vllm: RunningVllm, tmp_path: Path, kv: str) -> None:
-    engine = make_engine(await make_server(vllm, GENERATE), tmp_path, kv=kv)
+@pytest.mark.parametrize(("kv", "paused_by"), [("keep", "us"), ("keep", "itself"), ("recompute", "itself")])
+async def test_an_update_changes_the_weights_during_a_sequence(
+    vllm: RunningVllm, tmp_path: Path, kv: str, paused_by: str
+) -> None:
+    server = await make_server(vllm, GENERATE)
+    memory = MemoryTransport(server.http, 60, label=server.label_of, recompute=kv == "recompute")
+    engine = make_engine(server, tmp_path, memory if paused_by == "itself" else None, kv=kv)
     await engine.start()
     await engine.load(published(tmp_path, 1, 0.0), pinned=False)
     before = await generate(engine, "before", temperature=0.0)
@@ -142,7 +146,11 @@ async def test_an_update_changes_the_weights_during_a_sequence(vllm: RunningVllm
         report = await engine.load(changed, pinned=False)
         answers = await asyncio.gather(*requests)
         assert all(is_sound(answer) and (np.diff(answer.versions) >= 0).all() for answer in answers)
-        assert 0 < report.pause_s < report.seconds
+        phases = report.phases
+        assert phases is not None
+        assert report.pause_s == pytest.approx(phases.hold_s + phases.copy_s + phases.resume_s)
+        assert min(phases.prepare_s, phases.hold_s, phases.copy_s, phases.resume_s) > 0
+        assert phases.prepare_s + report.pause_s < report.seconds
         mixed |= {version - 1, version} in [set(answer.versions.tolist()) for answer in answers]
         if mixed:
             break

@@ -28,16 +28,15 @@ from outpace.weights.snapshot import SnapshotFile
 from support import naming
 from weights_support import flip
 
-FAILS = {"/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc"}
+PHASES = {"hold_s": 0.25, "copy_s": 0.5, "resume_s": 0.125}
 
 
 @dataclass
 class Recorder:
-    """Records calls and tracks open updates and adapters as vLLM does. `failing` paths answer with 500."""
+    """Records calls and tracks adapters as vLLM does. `failing` paths answer with 500."""
 
     calls: list[tuple[str, Any]] = field(default_factory=list)
     failing: set[str] = field(default_factory=set)
-    open: bool = False
     adapters: dict[str, str] = field(default_factory=dict)
     folder: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -48,25 +47,15 @@ class Recorder:
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append((request.path, body))
-        if request.path in self.failing or not self._track_update(request.path):
+        if request.path in self.failing:
             return web.json_response({"error": {"message": "the cause"}}, status=500)
-        if request.path == "/collective_rpc":
+        if body.get("method") == "reload_weights":
             self.folder = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+        if body.get("method") == "outpace_update":
+            return web.json_response({"results": [PHASES]})
         if "lora" in request.path:
             return self._adapter(request.path, body)
         return web.json_response({"message": "done"})
-
-    def _track_update(self, path: str) -> bool:
-        match path:
-            case "/start_weight_update" if self.open:
-                return False
-            case "/start_weight_update":
-                self.open = True
-            case "/update_weights" | "/finish_weight_update" if not self.open:
-                return False
-            case "/finish_weight_update":
-                self.open = False
-        return True
 
     def _adapter(self, path: str, body: Any) -> web.Response:
         name, loads = body["lora_name"], "unload" not in path
@@ -129,46 +118,33 @@ async def test_the_folder_of_a_failed_update_is_removed_by_the_next_update(
     assert list((tmp_path / "folders").iterdir()) == [Path(ready.source["folder"])]
 
 
-async def test_a_memory_update_has_three_phases_after_one_initialization(
+async def test_a_memory_update_is_one_call_after_one_initialization(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
 ) -> None:
     recorder, http = server
-    transport = MemoryTransport(http, 10)
+    transport = MemoryTransport(http, 10, label="run.{}".format, recompute=True)
     for version in (1, 2):
         manifest = writer.publish(version, tensors(version), [])
-        await transport.swap(await transport.prepare(manifest))
-    phases = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
-    assert recorder.paths == ["/init_weight_transfer_engine", *phases, *phases]
-    update = recorder.calls[-2][1]["update_info"]
+        phases = await transport.swap(await transport.prepare(manifest))
+    assert recorder.paths == ["/init_weight_transfer_engine", "/collective_rpc", "/collective_rpc"]
+    assert msgspec.to_builtins(phases) == {"prepare_s": 0.0, **PHASES}
+    call = recorder.calls[-1][1]["kwargs"]
+    assert (call["label"], call["recompute"]) == ("run.2", True)
+    update = call["update"]
     assert (update["kind"], update["path"]) == ("memory", manifest.path)
     assert update["label"] == {"incarnation": "run", "version": 2}
     assert [spec["name"] for spec in update["tensors"]] == ["a", "b"]
 
 
-async def test_an_update_that_was_left_open_is_closed_first(
+async def test_a_failed_update_is_reported_with_its_cause(
     server: tuple[Recorder, HttpClient], writer: SnapshotWriter
-) -> None:
-    recorder, http = server
-    recorder.open = True
-    transport = MemoryTransport(http, 10)
-    await transport.swap(await transport.prepare(writer.publish(1, tensors(1.0), [])))
-    assert not recorder.open
-    assert recorder.paths.count("/update_weights") == 1
-
-
-@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
-async def test_a_failed_phase_is_reported_with_its_cause_and_the_next_update_succeeds(
-    server: tuple[Recorder, HttpClient], writer: SnapshotWriter, path: str
 ) -> None:
     recorder, http = server
     transport = MemoryTransport(http, 10)
     ready = await transport.prepare(writer.publish(1, tensors(1.0), []))
-    recorder.failing = {path}
+    recorder.failing = {"/collective_rpc"}
     with pytest.raises(ServerFaulty, match="the cause"):
         await transport.swap(ready)
-    recorder.failing = set()
-    await transport.swap(ready)
-    assert not recorder.open
 
 
 async def test_a_server_without_the_plugin_is_detected_before_it_is_paused(
@@ -191,7 +167,7 @@ async def test_a_flipped_bit_is_found_before_anything_is_sent_to_the_server(
     flip(Path(manifest.path), manifest.tensors[1].offset + 9)
     with pytest.raises(CorruptData, match=r"^(?=.*checksum).*\bb\b"):
         await transport.prepare(manifest)
-    assert FAILS.isdisjoint(recorder.paths)
+    assert "/collective_rpc" not in recorder.paths
 
 
 @pytest.mark.parametrize("kind", ["files", "memory"])
@@ -210,7 +186,7 @@ async def test_with_a_local_copy_only_changed_weights_are_transferred(
     if kind == "files":
         assert torch.equal(recorder.folder["a"], tensors(2.0)["a"])
     else:
-        assert recorder.calls[-2][1]["update_info"]["path"] == str(tmp_path / "local.weights")
+        assert recorder.calls[-1][1]["kwargs"]["update"]["path"] == str(tmp_path / "local.weights")
 
 
 async def test_a_gpu_memory_handle_is_sent_as_plain_text(
@@ -221,7 +197,7 @@ async def test_a_gpu_memory_handle_is_sent_as_plain_text(
     manifest = msgspec.structs.replace(writer.publish(1, tensors(1.0), []), path="", device=device)
     transport = MemoryTransport(http, 10)
     await transport.swap(await transport.prepare(manifest))
-    update = recorder.calls[-2][1]["update_info"]
+    update = recorder.calls[-1][1]["kwargs"]["update"]
     assert base64.b64decode(update["handle"]) == device.handle
     assert (update["kind"], update["device"], update["nbytes"], update["sums"]) == ("ipc", "GPU-1", 4096, [1, 2])
 
@@ -233,13 +209,14 @@ async def test_a_process_group_is_joined_before_the_learner_sends_and_loaded_in_
     meetings: list[dict[str, Any]] = []
 
     async def send(manifest: Manifest, meeting: dict[str, Any]) -> None:
-        assert recorder.calls[-2][1]["update_info"] == {"kind": "fetch", "meeting": json.loads(json.dumps(meeting))}
+        update = {"kind": "fetch", "meeting": json.loads(json.dumps(meeting))}
+        assert recorder.calls[-1][1]["kwargs"] == {"update": update, "hold": False}
         meetings.append(meeting)
 
     transport = CollectiveTransport(MemoryTransport(http, 10), send, "gloo", 10)
     ready = await transport.prepare(writer.publish(1, tensors(1.0), []))
     await transport.swap(ready)
-    assert recorder.calls[-2][1]["update_info"] == {"kind": "fetched", "key": meetings[0]["key"]}
+    assert recorder.calls[-1][1]["kwargs"]["update"] == {"kind": "fetched", "key": meetings[0]["key"]}
 
 
 def adapter(writer: SnapshotWriter, version: int) -> Manifest:

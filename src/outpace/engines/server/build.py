@@ -190,6 +190,8 @@ def transport_for(config: Config, setup: EngineSetup, server: Server, send: Send
         copy=LocalSnapshot(_created(setup.scratch / f"{setup.name}-copy")) if config.weights.delta else None,
         send=send,
         uses_gpu=uses_gpu(config),
+        label=server.label_of,
+        recompute=config.engine.kv == "recompute",
     )
     made: Transport = TRANSPORTS.find(name)(target)
     return made

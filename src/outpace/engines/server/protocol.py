@@ -3,7 +3,7 @@
     ServerEngine ── the Engine protocol over one server: admission, requests, health, weight updates
       │
       ├── Server         client of one kind of server: requests, abort, pause, metrics (vLLM, SGLang)
-      ├── Transport      transfers a snapshot: `prepare` while the server samples, `swap` while it is paused
+      ├── Transport      transfers a snapshot: `prepare` while the server samples, then `swap`
       └── ServerProcess  the server process, if this run launched it
 
 A server engine runs in its own process next to its server. It holds no tensors and does not import torch.
@@ -25,7 +25,7 @@ import numpy as np
 
 from outpace.engines.server.http import HttpClient, deadline, status_error
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, one_line
-from outpace.types import Ints, Manifest, Sampling, StopReason, Version
+from outpace.types import Ints, LoadPhases, Manifest, Sampling, StopReason, Version
 from outpace.weights.delta import LocalSnapshot
 
 T = TypeVar("T")
@@ -111,14 +111,17 @@ class Transport(Protocol):
     """Transfers snapshots to one server."""
 
     needs_pause: bool
-    """Whether the server must be paused for `swap`. False for adapters, which are only registered."""
+    """Whether the server must be paused for `swap`. False for adapters, which are only registered, and for a server
+    that pauses by itself."""
 
     async def prepare(self, manifest: Manifest) -> PreparedWeights:
         """Verify and prepare the weights while the server keeps sampling. Raises `CorruptData` or `UpdateFailed`."""
         ...
 
-    async def swap(self, ready: PreparedWeights) -> None:
-        """Make the server load the weights. After any exception the server's weights are unknown."""
+    async def swap(self, ready: PreparedWeights) -> LoadPhases | None:
+        """Make the server load the weights. After any exception the server's weights are unknown.
+
+        Returns the phases if the server paused, labeled the weights and resumed by itself."""
         ...
 
     async def forget(self, version: Version) -> None:
@@ -146,6 +149,8 @@ class TransportTarget:
     copy: LocalSnapshot | None = None  # weights.delta: a local snapshot that is kept current by deltas
     send: SendWeights | None = None  # collective
     uses_gpu: bool = False
+    label: Callable[[Version], str] = str  # label of a version on the server
+    recompute: bool = False  # engine.kv: after a swap, running requests recompute their KV cache
 
 
 class Server(ABC):
@@ -207,6 +212,9 @@ class Server(ABC):
     @abstractmethod
     async def paused(self) -> bool | None:
         """Whether the server is paused; None if it does not report it."""
+
+    def label_of(self, version: Version) -> str:
+        return f"{self._label_prefix}{version}"
 
     @abstractmethod
     async def label(self, version: Version) -> None:

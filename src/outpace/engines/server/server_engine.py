@@ -195,7 +195,7 @@ class ServerEngine:
         self._claim = claim
         self._state = ServerState(server, settings)
         self._process = process
-        self._labels = transport.needs_pause  # with adapters, the version is part of the adapter name
+        self._labels = not settings.pins  # with adapters, the version is part of the adapter name
         self._runner = RequestRunner(self._state, spans=self._labels)
         self._updater = WeightUpdater(self._state, transport)
         self._monitor = HealthMonitor(self._state, process)

@@ -146,7 +146,7 @@ class SglangServer(Server):
 
     async def label(self, version: Version) -> None:
         await asyncio.sleep(max(0.0, self._paused_at + _TRANSIT_S - time.monotonic()))
-        await self._control(LABEL, {"new_version": f"{self._label_prefix}{version}", "abort_all_requests": False})
+        await self._control(LABEL, {"new_version": self.label_of(version), "abort_all_requests": False})
         self._version = version
 
     async def close(self) -> None:

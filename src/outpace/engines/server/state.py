@@ -229,7 +229,7 @@ class ServerEngineSettings:
     probe_s: float = 5.0
     probe_deadline_s: float = 10.0
     kv: Literal["keep", "recompute"] = "keep"
-    pins: bool = False  # whether a second version can be loaded for evaluation
+    pins: bool = False  # versions are adapters: a second one can be loaded for evaluation
     slots: int = 64
     threads: int = 0  # CPU threads of a launched CPU server; 0: report wall-clock time instead of CPU time
 
@@ -262,7 +262,7 @@ class ServerState:
         self.probe_soon = asyncio.Event()  # requests failed; probe soon to find out why
         self.closed = False
         self.paused = False  # by a weight update of ours
-        self.pauses = 0  # number of pauses so far
+        self.pauses = 0  # changes when an update begins and when it ends
 
     @property
     def accepts_requests(self) -> bool:
@@ -271,14 +271,16 @@ class ServerState:
         return self.health.serves and not self.paused
 
     @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Mark the server as paused by us. Paused time does not count towards the idle timeout of any request."""
-        self.paused = True
+    def updating(self, paused: bool) -> Iterator[None]:
+        """Mark the server as updated, and possibly paused, by us. Paused time does not count towards the idle timeout
+        of any request. A server that pauses by itself does so at any time in between: it counts at both ends."""
+        self.paused = paused
         self.pauses += 1
         try:
             yield
         finally:
             self.paused = False
+            self.pauses += 1
             now = asyncio.get_running_loop().time()
             for request in self.active_requests:
                 request.last_token_at = now

@@ -27,7 +27,7 @@ import msgspec
 from outpace.engines.server.http import HttpClient
 from outpace.engines.server.protocol import PreparedWeights, SendWeights, Transport, TransportTarget
 from outpace.errors import ServerFailed, ServerFaulty, ServerRefused, UpdateFailed, one_line
-from outpace.types import Manifest, Version
+from outpace.types import LoadPhases, Manifest, Version
 from outpace.weights import snapshot
 from outpace.weights.delta import LocalSnapshot
 from outpace.weights.files import SnapshotFolders
@@ -61,19 +61,28 @@ _REMEDY = """start the server with --weight-transfer-config '{"backend": "outpac
 class MemoryTransport:
     """Implements `Transport` over shared memory or CUDA IPC, through outpace's transfer engine in vLLM.
 
-    memory   the server's workers map the snapshot file; we verify its checksums before the pause
+    memory   the server's workers map the snapshot file; we verify its checksums before the swap
     ipc      the workers open the snapshot in GPU memory and verify it, since only they can
 
-    vLLM considers an update open from `start` to `finish`, or until it fails. An update left open, for instance by a
-    killed engine, is closed first."""
+    A swap is one call. The server pauses, loads, labels and resumes by itself (`outpace_vllm.core_update`): the pause
+    does not include the time of calls to a busy server."""
 
-    needs_pause = True
+    needs_pause = False
 
-    def __init__(self, http: HttpClient, control_s: float, copy: LocalSnapshot | None = None) -> None:
+    def __init__(
+        self,
+        http: HttpClient,
+        control_s: float,
+        copy: LocalSnapshot | None = None,
+        label: Callable[[Version], str] = str,
+        recompute: bool = False,
+    ) -> None:
         """`copy`: a local snapshot that is kept current by deltas."""
         self._http = http
         self._control_s = control_s
         self._copy = copy
+        self._label = label
+        self._recompute = recompute
         self._thread = SingleThread()
         self._initialized = False
 
@@ -83,8 +92,8 @@ class MemoryTransport:
             return PreparedWeights(manifest.version, manifest.nbytes, device_update(manifest))
         return await self._thread.run(self._verified, manifest)
 
-    async def swap(self, ready: PreparedWeights) -> None:
-        await self.update(ready.source)
+    async def swap(self, ready: PreparedWeights) -> LoadPhases:
+        return await self.update(ready.source, label=self._label(ready.version), recompute=self._recompute)
 
     async def forget(self, version: Version) -> None:
         """Nothing is stored."""
@@ -100,20 +109,19 @@ class MemoryTransport:
         if self._initialized:
             return
         try:
-            await self._post("/init_weight_transfer_engine", {"init_info": {}})
+            await self._http.post("/init_weight_transfer_engine", {"init_info": {}}, deadline_s=self._control_s)
         except (ServerFaulty, ServerRefused) as error:
             raise UpdateFailed(f"{error}; {_REMEDY}") from error
         self._initialized = True
 
-    async def update(self, update: dict[str, Any]) -> None:
-        """Run one update from start to finish. One that was left open is closed first."""
+    async def update(self, update: dict[str, Any], **options: Any) -> LoadPhases:
+        """Run one update in the server. The options are those of `outpace_vllm.core_update.run_update`."""
+        body = {"method": "outpace_update", "kwargs": {"update": update, **options}}
+        reply = await self._http.post("/collective_rpc", body, deadline_s=self._control_s)
         try:
-            await self._post("/start_weight_update")
-        except ServerFaulty:  # the server may drop the connection after its error, hence repeatable
-            await self._post("/finish_weight_update", repeatable=True)
-            await self._post("/start_weight_update")
-        await self._post("/update_weights", {"update_info": update})
-        await self._post("/finish_weight_update")
+            return msgspec.convert(reply["results"][0], LoadPhases)
+        except (msgspec.ValidationError, LookupError, TypeError) as error:
+            raise ServerFaulty(f"{self._http.url}/collective_rpc: unexpected reply {one_line(reply)}") from error
 
     def _verified(self, manifest: Manifest) -> PreparedWeights:
         transferred = manifest.nbytes
@@ -122,9 +130,6 @@ class MemoryTransport:
         else:
             snapshot.verify(manifest)
         return PreparedWeights(manifest.version, transferred, memory_update(manifest))
-
-    async def _post(self, path: str, body: dict[str, Any] | None = None, *, repeatable: bool = False) -> None:
-        await self._http.post(path, body or {}, deadline_s=self._control_s, repeatable=repeatable)
 
 
 def memory_update(manifest: Manifest) -> dict[str, Any]:
@@ -226,7 +231,7 @@ class CollectiveTransport:
 
     `updates` sends the update calls to the server."""
 
-    needs_pause = True
+    needs_pause = False
 
     def __init__(
         self, updates: MemoryTransport, send: SendWeights, backend: Literal["gloo", "nccl"], timeout_s: float
@@ -239,12 +244,12 @@ class CollectiveTransport:
     async def prepare(self, manifest: Manifest) -> PreparedWeights:
         meeting = rendezvous_for(manifest, self._timeout_s, self._backend)
         await self._updates.ensure_initialized()
-        await self._updates.update({"kind": "fetch", "meeting": meeting})
+        await self._updates.update({"kind": "fetch", "meeting": meeting}, hold=False)
         await self._send(manifest, meeting)
         return PreparedWeights(manifest.version, manifest.nbytes, {"kind": "fetched", "key": meeting["key"]})
 
-    async def swap(self, ready: PreparedWeights) -> None:
-        await self._updates.swap(ready)
+    async def swap(self, ready: PreparedWeights) -> LoadPhases:
+        return await self._updates.swap(ready)
 
     async def forget(self, version: Version) -> None:
         """Nothing is stored."""
@@ -344,11 +349,11 @@ def files_transport(target: TransportTarget) -> Transport:
     return FilesTransport(target.http, target.control_s, target.directory, target.copy, reload_call)
 
 
-def memory_transport(target: TransportTarget) -> Transport:
-    return MemoryTransport(target.http, target.control_s, target.copy)
+def memory_transport(target: TransportTarget) -> MemoryTransport:
+    return MemoryTransport(target.http, target.control_s, target.copy, target.label, target.recompute)
 
 
 def collective_transport(target: TransportTarget) -> Transport:
     assert target.send is not None, "the process group transport needs the learner"
-    memory = MemoryTransport(target.http, target.control_s, target.copy)
-    return CollectiveTransport(memory, target.send, "nccl" if target.uses_gpu else "gloo", target.control_s)
+    updates = memory_transport(target)
+    return CollectiveTransport(updates, target.send, "nccl" if target.uses_gpu else "gloo", target.control_s)

@@ -111,7 +111,7 @@ class VllmServer(Server):
 
     async def label(self, version: Version) -> None:
         if LABEL in (await self._cached_info()).details["routes"]:
-            await self._control(LABEL, {"new_version": f"{self._label_prefix}{version}"})
+            await self._control(LABEL, {"new_version": self.label_of(version)})
 
     async def _cached_info(self) -> ServerFacts:
         return self._facts or await self.facts()

@@ -4,7 +4,11 @@
        │          │         └─────────┴─────────┴─ failure: torn. The weights are unknown; no requests until a load
        └──────────┴─ failure: resume if paused, keep the old version
 
+    prepare ──▶ swap                                         the same, if the server pauses and resumes by itself
     prepare ──▶ register ──▶ new requests use it             adapters: running requests keep their own
+
+Calls to a server with hundreds of streams take seconds. If it pauses by itself, it samples while they are on their way,
+and requests are sent as usual. One that is sent before we know of the swap counts as sampled by the old version.
 
 Invariants
 - One update at a time; versions never go backwards.
@@ -20,10 +24,12 @@ import time
 from collections.abc import Awaitable
 from typing import TypeVar
 
+import msgspec
+
 from outpace.engines.server.protocol import PreparedWeights, Transport
 from outpace.engines.server.state import ServerState
 from outpace.errors import CorruptData, OutpaceError, UpdateFailed, UpdateTorn, one_line
-from outpace.types import LoadReport, Manifest, Version
+from outpace.types import LoadPhases, LoadReport, Manifest, Version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,21 +80,26 @@ class WeightUpdater:
             self._check_allowed(manifest, pinned)
             began = time.perf_counter()
             ready = await self._prepare(manifest)
-            pause_s = 0.0
-            if self._transport.needs_pause:
-                pause_s = await self._replace(ready)
+            prepared = time.perf_counter()
+            phases = LoadPhases()
+            if ready.adapter is None:
+                phases = await self._replace(ready)
             else:
                 await self._register(ready, pinned)
             self._state.react()
             self.remove_unused_adapters()
             return LoadReport(
-                version=manifest.version, pause_s=pause_s, seconds=time.perf_counter() - began, bytes=ready.nbytes
+                version=manifest.version,
+                pause_s=phases.pause_s,
+                seconds=time.perf_counter() - began,
+                bytes=ready.nbytes,
+                phases=msgspec.structs.replace(phases, prepare_s=prepared - began),
             )
 
     def _check_allowed(self, manifest: Manifest, pinned: bool) -> None:
         if self._state.health.state == "dead":
             raise UpdateFailed(f"{self._state.server.url} is dead: {self._state.health.why}")
-        if pinned and (self._transport.needs_pause or not self._state.settings.pins):
+        if pinned and not self._state.settings.pins:
             raise UpdateFailed(f"{self._state.server.url} cannot hold a second weight set")
         if not pinned and self._state.loaded_versions.is_downgrade(manifest.version):
             raise UpdateFailed(f"{self._state.server.url} cannot go back to version {manifest.version}")
@@ -101,24 +112,35 @@ class WeightUpdater:
         except (OutpaceError, OSError) as error:
             raise UpdateFailed(f"version {manifest.version}: {one_line(error)}") from error
 
-    async def _replace(self, ready: PreparedWeights) -> float:
-        """Pause, swap, label, resume. Returns the seconds from the pause request to the resume reply."""
-        state = self._state
-        with state.pausing():
+    async def _replace(self, ready: PreparedWeights) -> LoadPhases:
+        """Replace the weights of the whole model."""
+        state, pauses = self._state, self._transport.needs_pause
+        with state.updating(paused=pauses):
             began = time.perf_counter()
-            await self._pause(ready.version)
+            if pauses:
+                await self._pause(ready.version)
             try:
-                await self._with_deadline("swapping the weights", self._transport.swap(ready))
-                await self._with_deadline("labeling the weights", state.server.label(ready.version))
-                state.loaded_versions.newest = max(state.loaded_versions.newest, ready.version)
-                await self._with_deadline("resuming the server", state.server.resume(state.settings.kv == "recompute"))
+                phases = await self._swap(ready, time.perf_counter() - began)
             except (Exception, asyncio.CancelledError) as error:  # after any failure the weights are unknown
                 await self._mark_torn(ready.version, error)
                 raise
-            paused_s = time.perf_counter() - began
         state.loaded_versions.record_load(ready.version)
         state.health.loaded()
-        return paused_s
+        return phases
+
+    async def _swap(self, ready: PreparedWeights, hold_s: float) -> LoadPhases:
+        """Swap the weights, then label them and resume if the server does not do so by itself."""
+        state, began = self._state, time.perf_counter()
+        state.loaded_versions.newest = max(state.loaded_versions.newest, ready.version)  # its tokens may come at once
+        phases = await self._with_deadline("swapping the weights", self._transport.swap(ready))
+        if phases is not None:
+            return phases
+        await self._with_deadline("labeling the weights", state.server.label(ready.version))
+        if not self._transport.needs_pause:
+            return LoadPhases()
+        copied = time.perf_counter()
+        await self._with_deadline("resuming the server", state.server.resume(state.settings.kv == "recompute"))
+        return LoadPhases(hold_s=hold_s, copy_s=copied - began, resume_s=time.perf_counter() - copied)
 
     async def _pause(self, version: Version) -> None:
         """Pause the server. On failure resume it: it may have paused nevertheless."""
