@@ -1,0 +1,49 @@
+"""Description of this machine, for the records of benchmarks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+
+from outpace.hardware.cores import available_cores
+
+PACKAGES = ("torch", "transformers", "trl", "vllm")
+
+
+def describe_machine() -> dict[str, str | int]:
+    """Return CPU model, cores, GPU (empty if there is none) and the versions of Python and the main packages."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": available_cores(),
+        "gpu": _gpu(),
+        "python": platform.python_version(),
+        **{name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _cpu_model() -> str:
+    """Return the model name of lscpu, which also knows ARM's, or the architecture."""
+    try:
+        done = subprocess.run(["lscpu"], capture_output=True, text=True, check=False)
+    except OSError:
+        return platform.machine()
+    found = [line.partition(":")[2].strip() for line in done.stdout.splitlines() if line.startswith("Model name:")]
+    return found[0] if found else platform.machine()
+
+
+def _gpu() -> str:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    names = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    return f"{len(names)} x {names[0]}" if names else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
