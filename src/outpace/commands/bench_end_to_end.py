@@ -183,6 +183,8 @@ class Benchmark:
         files = [start] + [file for runs in comparison.runs.values() for run in runs for file in run.weights.values()]
         with self._fresh("accuracy") as directory:
             accuracy = dict(zip(files, evaluate(self._work, files, HELDOUT, directory), strict=True))
+        if accuracy[start] >= target:
+            raise BadInput(f"--target: the model has an accuracy of {accuracy[start]:.3f} before training; set more")
         for system, runs in comparison.runs.items():
             curves = [{step: accuracy[file] for step, file in run.weights.items()} for run in runs]
             comparison.accuracy[system] = [{0: accuracy[start], **curve} for curve in curves]

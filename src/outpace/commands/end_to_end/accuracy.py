@@ -59,10 +59,9 @@ async def _accuracy(
     finally:
         await engine.close()
     texts = [tokenizer.decode(answer.tokens.tolist(), skip_special_tokens=True) for answer in answers]
-    rewards = load_function(job["reward"], "rewards.functions")(
-        prompts=job["prompts"], completions=texts, **job["columns"]
-    )
-    return statistics.fmean(rewards)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    reward = load_function(job["reward"], "rewards.functions")
+    return statistics.fmean(reward(prompts=job["prompts"], completions=completions, **job["columns"]))
 
 
 def _sampling(job: dict[str, Any], index: int, stop_ids: list[int]) -> Sampling:

@@ -48,24 +48,17 @@ class Comparison:
     accuracy: dict[str, list[dict[int, float]]] = field(default_factory=dict)  # by step
 
     def medians(self, system: str) -> dict[str, float | None]:
-        found: dict[str, float | None] = {
-            name: statistics.median(map(value, self.runs[system])) for name, (value, _) in FIGURES.items()
-        }
-        if system in self.target_s:
-            found["target_s"] = _median(self.target_s[system])
-        return found
+        return {name: _median(self._values(name, system)) for name in (*FIGURES, "target_s")}
 
     def ratios(self, name: str) -> list[float]:
         """Return how many times as good outpace is as the TRL run next to it, by repeat."""
-        values = {
-            system: self.target_s.get(system, []) if name == "target_s" else map(FIGURES[name][0], self.runs[system])
-            for system in (OUTPACE, TRL)
-            if system in self.runs
-        }
-        if len(values) < 2:
-            return []
-        pairs = [pair for pair in zip(values[OUTPACE], values[TRL], strict=True) if None not in pair]
-        return [_quotient(own, trl, name) for own, trl in pairs]
+        pairs = zip(self._values(name, OUTPACE), self._values(name, TRL), strict=False)
+        return [_quotient(own, trl, name) for own, trl in pairs if own is not None and trl is not None]
+
+    def _values(self, name: str, system: str) -> Sequence[float | None]:
+        if name == "target_s":
+            return self.target_s.get(system, [])
+        return [FIGURES[name][0](run) for run in self.runs.get(system, [])]
 
     @property
     def limit_ratios(self) -> list[float]:

@@ -79,9 +79,10 @@ class OutpaceSystem:
     def run(self, steps: int, directory: Path) -> SystemRun:
         config = directory / "config.toml"
         config.write_text(dump_toml(self.work.config))
-        lag = self.work.config.pacing.max_lag
-        words = [f"--run.dir={directory / 'run'}", f"--run.steps={steps + lag + 1}"]
-        words += [f"--checkpoint.every={self.save_every}", f"--checkpoint.keep={steps}"] if self.save_every else []
+        all_steps = steps + self.work.config.pacing.max_lag + 1
+        words = [f"--run.dir={directory / 'run'}", f"--run.steps={all_steps}"]
+        if self.save_every:
+            words += [f"--checkpoint.every={self.save_every}", f"--checkpoint.keep={all_steps}"]
         command = [sys.executable, "-m", "outpace.cli", "train", str(config), "--quiet", *words]
         metrics = directory / "run" / "metrics.jsonl"
         first_step_s = _run(OUTPACE, command, directory, metrics)
@@ -105,7 +106,7 @@ class OutpaceSystem:
             trained_tokens=mean("throughput/trained_tokens"),
             first_step_s=first_step_s,
             clock=[line["time/wall_s"] for line in lines[:steps]],
-            weights=_weight_files(checkpoints),
+            weights={step: file for step, file in _weight_files(checkpoints).items() if step <= steps},
             details=details,
         )
 

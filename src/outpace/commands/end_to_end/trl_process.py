@@ -13,6 +13,7 @@ and completion tokens that the reward function saw.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import tempfile
@@ -28,7 +29,6 @@ from transformers import (
     AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
-    PreTrainedModel,
     TrainerCallback,
 )
 
@@ -44,8 +44,7 @@ def main(job_file: str, result_file: str) -> None:
 
 
 def train(job: Job) -> dict[str, Any]:
-    from trl import GRPOConfig, GRPOTrainer
-
+    trl: Any = importlib.import_module("trl")
     torch.set_num_threads(job["threads"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
@@ -53,9 +52,9 @@ def train(job: Job) -> dict[str, Any]:
         tokenizer.pad_token = tokenizer.eos_token
     reward, recorder = CountingReward(job["reward"]), StepRecorder(job)
     with tempfile.TemporaryDirectory(prefix="outpace-trl-") as directory:
-        trainer = GRPOTrainer(
-            model=model, processing_class=tokenizer, reward_funcs=reward, args=GRPOConfig(directory, **arguments(job)),
-            train_dataset=Dataset.from_list(job["rows"]), callbacks=[recorder],
+        trainer = trl.GRPOTrainer(
+            model=model, processing_class=tokenizer, reward_funcs=reward, callbacks=[recorder],
+            args=trl.GRPOConfig(directory, **arguments(job)), train_dataset=Dataset.from_list(job["rows"]),
         )  # fmt: skip
         if job["lengths"]:
             force_lengths(trainer, job, list(trainer.eos_token_ids))
@@ -113,7 +112,7 @@ class CountingReward:
         return rewards
 
 
-class StepRecorder(TrainerCallback):  # type: ignore[misc]
+class StepRecorder(TrainerCallback):
     """Records when steps end, and saves weights."""
 
     def __init__(self, job: Job) -> None:
@@ -121,16 +120,16 @@ class StepRecorder(TrainerCallback):  # type: ignore[misc]
         self.began = 0.0
         self.ends: list[float] = []
 
-    def on_train_begin(self, *_: object, **__: object) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.began = time.time()
 
-    def on_step_end(self, *_: object, model: PreTrainedModel, **__: object) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._job["on_gpu"]:
             torch.cuda.synchronize()
         self.ends.append(time.time())
         step, every = len(self.ends), self._job["save_every"]
         if every and step % every == 0:
-            model.save_pretrained(Path(self._job["save_to"]) / f"step-{step}")
+            given["model"].save_pretrained(Path(self._job["save_to"]) / f"step-{step}")
 
 
 # ------------------------------------------------------------------------------------------------ long-tailed lengths
@@ -179,7 +178,7 @@ def with_forced_ends(generate: Generate, batches: Sequence[list[int]], eos: list
     return wrapped
 
 
-class ForcedEnds(LogitsProcessor):  # type: ignore[misc]
+class ForcedEnds(LogitsProcessor):
     """Suppresses the end-of-sequence tokens before the last token of each row, and forces one there."""
 
     def __init__(self, prompts: torch.Tensor, lengths: list[int], eos: list[int]) -> None:
