@@ -30,9 +30,8 @@ from outpace.commands.end_to_end.report import Comparison, print_report
 from outpace.commands.end_to_end.systems import OUTPACE, TRL, OutpaceSystem, TrlSystem, evaluate, seconds_to
 from outpace.commands.end_to_end.work import Work
 from outpace.config.load import parse_arguments
-from outpace.errors import BadInput, ComponentFailed
-from outpace.hardware.machine import describe_machine
-from outpace.models.loading import resolve_model
+from outpace.errors import BadInput, ComponentFailed, one_line
+from outpace.hardware.machine import OtherPrograms, describe_machine
 from outpace.runtime.cleanup import temporary_directory
 
 PROBE_STEPS = 3
@@ -61,23 +60,34 @@ ALIASES = {
 
 def main(words: Sequence[str]) -> int:
     options, others = parser().parse_known_args(words)
+    if options.only and options.recorded:
+        raise BadInput("--recorded: needs all parts; leave out --only")
     given = {ALIASES[name]: value for name, value in vars(options).items() if name in ALIASES and value is not None}
     if options.lengths == "long-tailed":
         given.setdefault("rollout.max_tokens", LONGEST)
     work = Work.of(given | parse_arguments(others), options.lengths)
+    recorded = _read(options.recorded) if options.recorded else None
     comparison = Benchmark(work, options).run()
     print_report(comparison)
     found = comparison.as_json()
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if options.recorded is None else compare_with(json.loads(options.recorded.read_text()), found)
+    return compare_with(recorded, found) if recorded else 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        recorded: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--recorded: cannot read {file}: {one_line(error)}") from None
+    return recorded
 
 
 def compare_with(recorded: dict[str, Any], found: dict[str, Any]) -> int:
-    """Print both ratios beside the recorded ones. Returns 1 if one of them is below half of it."""
+    """Print both ratios beside the recorded ones. Returns 1 if one is below half of it. None: it was not recorded."""
     pairs = {label: (found["ratios"][name], recorded["ratios"][name]) for name, label in RECORDED.items()}
-    print("; ".join(f"{label} {own:.2f} (recorded {other:.2f})" for label, (own, other) in pairs.items()))
-    return int(any(own < MIN_OF_RECORDED * other for own, other in pairs.values()))
+    print("; ".join(f"{label} {own:.2f} (recorded {other})" for label, (own, other) in pairs.items()))
+    return int(any(own < MIN_OF_RECORDED * other for own, other in pairs.values() if other is not None))
 
 
 def parser() -> BenchParser:
@@ -120,6 +130,7 @@ class Benchmark:
             raise BadInput("--trl-python: TRL is not installed here; name a Python that has it")
 
     def run(self) -> Comparison:
+        others = OtherPrograms()
         with temporary_directory("bench") as self._directory:
             run: dict[str, Callable[[], None]] = {OUTPACE: self._run_outpace, "limit": self._measure_limit}
             if TRL in self._parts:
@@ -130,6 +141,7 @@ class Benchmark:
                     run[part]()
             if self._save_every:
                 self._evaluate()
+        self._comparison.other_cores = others.cores()
         return self._comparison
 
     def _run_outpace(self) -> None:
@@ -179,17 +191,17 @@ class Benchmark:
     def _evaluate(self) -> None:
         """Evaluate the model before training and all saved weights."""
         comparison, target = self._comparison, self._options.target
-        start = str(next(iter(sorted(resolve_model(self._work.config.model.path).glob("*.safetensors")))))
-        files = [start] + [file for runs in comparison.runs.values() for run in runs for file in run.weights.values()]
+        files = [file for runs in comparison.runs.values() for run in runs for file in run.weights.values()]
         with self._fresh("accuracy") as directory:
-            accuracy = dict(zip(files, evaluate(self._work, files, HELDOUT, directory), strict=True))
-        if accuracy[start] >= target:
-            raise BadInput(f"--target: the model has an accuracy of {accuracy[start]:.3f} before training; set more")
+            start, *trained = evaluate(self._work, files, HELDOUT, directory)
+        if start >= target:
+            raise BadInput(f"--target: the model has an accuracy of {start:.3f} before training; set more")
+        accuracy = dict(zip(files, trained, strict=True))
         for system, runs in comparison.runs.items():
             curves = [{step: accuracy[file] for step, file in run.weights.items()} for run in runs]
-            comparison.accuracy[system] = [{0: accuracy[start], **curve} for curve in curves]
+            comparison.accuracy[system] = [{0: start, **curve} for curve in curves]
             comparison.target_s[system] = [
-                seconds_to(target, accuracy[start], run.clock, curve) for run, curve in zip(runs, curves, strict=True)
+                seconds_to(target, start, run.clock, curve) for run, curve in zip(runs, curves, strict=True)
             ]
 
     @contextmanager

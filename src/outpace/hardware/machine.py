@@ -1,12 +1,13 @@
-"""Description of this machine, for the records of benchmarks."""
+"""This machine, for the records of benchmarks: what it is, and how busy other programs keep it."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import subprocess
 
-from outpace.hardware.cores import available_cores
+from outpace.hardware.cores import available_cores, read_usage
 
 PACKAGES = ("torch", "transformers", "trl", "vllm")
 
@@ -20,6 +21,28 @@ def describe_machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name))},
     }
+
+
+class OtherPrograms:
+    """Measures how many cores other programs use, in the mean since it was made.
+
+    Own time is that of this process and of its descendants that have ended."""
+
+    def __init__(self) -> None:
+        self._usage, self._own_s = read_usage(()), _own_seconds()
+
+    def cores(self) -> float | None:
+        """Return None if the operating system does not say."""
+        now = read_usage(())
+        if now is None or self._usage is None:
+            return None
+        others_s = now.busy_s - self._usage.busy_s - (_own_seconds() - self._own_s)
+        return max(0.0, others_s) / max(now.clock - self._usage.clock, 1e-9)
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _cpu_model() -> str:

@@ -4,7 +4,8 @@ Both systems save weights while they train, and this process evaluates the weigh
 held-out tasks, one answer each at the training temperature, by the same engine. Evaluation is in no training's time.
 
 JOB is JSON: `model`, `dtype`, `device`, `prompts` (chat messages), `columns` (those of the reward, by task), `reward`,
-`max_tokens`, `temperature`, `seed` and `files` (safetensors). RESULT gets one mean reward per file, in order.
+`max_tokens`, `temperature`, `seed` and `files` (safetensors). RESULT gets the mean reward of the model itself, and then
+that of each file.
 """
 
 from __future__ import annotations
@@ -40,14 +41,18 @@ async def accuracies(job: dict[str, Any]) -> list[float]:
     stop_ids = eos_ids(job["model"])
     chat_format = chat_format_for(tokenizer, stop_ids)
     prompts = [np.array(chat_format.open(messages), dtype=np.int32) for messages in job["prompts"]]
-    return [await _accuracy(job, Path(file), prompts, list(chat_format.stop_ids), tokenizer) for file in job["files"]]
+    return [
+        await _accuracy(job, file, prompts, list(chat_format.stop_ids), tokenizer) for file in (None, *job["files"])
+    ]
 
 
 async def _accuracy(
-    job: dict[str, Any], file: Path, prompts: Sequence[Ints], stop_ids: list[int], tokenizer: Any
+    job: dict[str, Any], file: str | None, prompts: Sequence[Ints], stop_ids: list[int], tokenizer: Any
 ) -> float:
     model = load_model(job["model"], dtype=job["dtype"], device=job["device"])
-    model.load_state_dict(load_file(file), strict=False)  # tied weights are in the file once
+    if file is not None:
+        loaded = model.load_state_dict(load_file(file), strict=False)  # tied weights are in the file once
+        assert not loaded.unexpected_keys, f"{file} has other tensors than the model"
     engine = EmbeddedEngine(model, slots=min(SLOTS, len(prompts)))
     try:
         answers = await asyncio.gather(

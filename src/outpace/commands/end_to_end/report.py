@@ -20,6 +20,9 @@ from outpace.commands.end_to_end.systems import OUTPACE, TRL, SystemRun
 
 WIDTH = 120
 
+BUSY_CORES = 0.1
+"""Cores that other programs may use before the report mentions it."""
+
 FIGURES: dict[str, tuple[Callable[[SystemRun], float], str]] = {
     "samples_per_s": (lambda run: run.samples_per_s, "samples/s"),
     "completion_tokens_per_s": (lambda run: run.completion_tokens_per_s, "completion tok/s"),
@@ -43,6 +46,7 @@ class Comparison:
     limits: list[Limit] = field(default_factory=list)
     trl_batches: dict[int, float | None] = field(default_factory=dict)  # seconds per step; None: it failed
     trl_batch: int = 0
+    other_cores: float | None = None  # that other programs used meanwhile; None: unknown
     target: float | None = None
     target_s: dict[str, list[float | None]] = field(default_factory=dict)
     accuracy: dict[str, list[dict[int, float]]] = field(default_factory=dict)  # by step
@@ -75,7 +79,7 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         ratios = {name: _median(self.ratios(name)) for name in (*FIGURES, "target_s")}
         return {
-            "machine": self.machine,
+            "machine": {**self.machine, "other_cores": self.other_cores},
             "work": self.work,
             "systems": {system: self.medians(system) for system in self.runs},
             "ratios": {**ratios, "limit": _median(self.limit_ratios)},
@@ -111,6 +115,10 @@ def print_report(comparison: Comparison, console: Console | None = None) -> None
         console.print(_limit_text(comparison))
     for name, value in comparison.details.items():
         console.print(f"outpace, per step: {name} {value:,.2f}")
+    if comparison.other_cores is not None and comparison.other_cores > BUSY_CORES:
+        console.print(
+            f"other programs used {comparison.other_cores:.2f} cores meanwhile; repeat this on an idle machine"
+        )
 
 
 def _table(comparison: Comparison) -> Table:

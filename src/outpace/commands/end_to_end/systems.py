@@ -26,6 +26,7 @@ from outpace.errors import ComponentFailed
 from outpace.monitoring.line_file import read_lines
 
 OUTPACE, TRL = "outpace", "trl"
+CONFIG = "config.json"
 POLL_S = 0.05
 
 DETAILS = {
@@ -121,7 +122,12 @@ class TrlSystem:
 
     def run(self, steps: int, directory: Path) -> SystemRun:
         job, result, saved = directory / "job.json", directory / "result.json", directory / "saved"
-        given = {"vllm": self.vllm, "save_every": self.save_every, "save_to": str(saved)}
+        given = {
+            "model": str(_model_in(self.work.config.model.dtype, self.work.model, directory / "model")),
+            "vllm": self.vllm,
+            "save_every": self.save_every,
+            "save_to": str(saved),
+        }
         job.write_text(json.dumps(self.work.trl_job(steps, self.batch) | given))
         command = [self.python, "-m", "outpace.commands.end_to_end.trl_process", str(job), str(result)]
         began = time.time()
@@ -139,6 +145,18 @@ class TrlSystem:
             clock=[end - found["began"] for end in ends],
             weights=_weight_files(saved),
         )
+
+
+def _model_in(dtype: str, source: Path, target: Path) -> Path:
+    """Link the model to `target`, with this dtype in its config: vLLM in TRL samples in the dtype of the config."""
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).symlink_to(file.resolve())
+    config = json.loads((source / CONFIG).read_text())
+    config.pop("torch_dtype", None)
+    (target / CONFIG).unlink()
+    (target / CONFIG).write_text(json.dumps({**config, "dtype": dtype}))
+    return target
 
 
 def _weight_files(directory: Path) -> dict[int, str]:
@@ -169,7 +187,7 @@ def _tail(log: Path, lines: int = 30) -> str:
 
 
 def evaluate(work: Work, files: Sequence[str], count: int, directory: Path) -> list[float]:
-    """Return the held-out accuracy of these weights, in order."""
+    """Return the held-out accuracy of the model before training, and then of these weights."""
     job, result = directory / "job.json", directory / "accuracy.json"
     job.write_text(json.dumps(work.accuracy_job(count) | {"files": list(files)}))
     command = [sys.executable, "-m", "outpace.commands.end_to_end.accuracy", str(job), str(result)]

@@ -1,8 +1,9 @@
 """`python -m outpace.commands.end_to_end.trl_process JOB RESULT`: one training of TRL's GRPOTrainer.
 
 It runs in the Python that `--trl-python` names, which has TRL but perhaps none of outpace's requirements, so it imports
-only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `Trl.run`:
+only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `TrlSystem.run`:
 
+    model        a directory
     vllm         sample with vLLM in this process (`vllm_mode="colocate"`)
     save_every   write the weights after every so many steps, 0 for never
     save_to      to DIRECTORY/step-N/model.safetensors

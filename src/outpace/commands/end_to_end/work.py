@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from outpace.commands.end_to_end.lengths import answer_length
@@ -75,6 +76,11 @@ class Work:
         return self.config.rollout.max_tokens
 
     @property
+    def model(self) -> Path:
+        """The directory of the model."""
+        return resolve_model(self.config.model.path)
+
+    @property
     def on_gpu(self) -> bool:
         return uses_gpu(self.config)
 
@@ -115,7 +121,6 @@ class Work:
         tasks, learner = self.tasks(steps), self.config.learner
         fixed = self.lengths == "long-tailed"
         return {
-            "model": str(resolve_model(self.config.model.path)),
             "dtype": self.config.model.dtype,
             "on_gpu": self.on_gpu,
             "threads": available_cores(),
