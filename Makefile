@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n $(WORKERS) --maxprocesses 8 --dist worksteal --no-fold-skipped
 SLOWER := slow or alone or vllm or trackers or smollm2 or nightly or gpu
 
-.PHONY: demo agents seeds test properties lint check slow verifiers trackers alone servers smollm2 nightly-suite nightly kills soak mutations clean
+.PHONY: demo agents seeds speed test properties lint check slow verifiers trackers alone servers smollm2 nightly-suite nightly kills soak mutations clean
 
 demo: $(STAMP)
 	$(BIN)/outpace train examples/demo.toml
@@ -26,6 +26,10 @@ agents: $(STAMP)
 seeds: $(STAMP)
 	for seed in 1 2 3; do $(BIN)/outpace train examples/demo.toml --run.seed=$$seed --run.dir=runs/seed-$$seed || exit 1; done
 	$(BIN)/python scripts/check_demo.py runs/seed-1 runs/seed-2 runs/seed-3
+
+# A short comparison with TRL and with the limit of the machine. Fails below half of the recorded ratios.
+speed: $(STAMP)
+	$(BIN)/outpace bench end-to-end --device cpu --steps 6 --repeats 1 --trl-batches 512 --recorded docs/benchmarks.json
 
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) -m "not ($(SLOWER))"

@@ -17,6 +17,7 @@ from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.training import ControllerState
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, UpdateFailed, UpdateTorn
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
 from outpace.monitoring.run_directory import RunLog
@@ -211,7 +212,7 @@ class Rig:
     def __init__(self, directory: Path, settings: SchedulerSettings = SETTINGS, stall_s: float = 20.0) -> None:
         self.log = RunLog.claim(directory)
         self.log.start("")
-        self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+        self.recorder = Recorder(self.log, ProgressConsole(None, quiet=True), CallbackRunner([]), ComputeUnits(2), 0)
         self.learner, self.engine = FakeLearner(), FakeEngine()
         self.engines = {"e0": self.engine}
         self.worker = FakeWorker(self.engine)

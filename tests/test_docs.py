@@ -72,8 +72,8 @@ def commands(name: str) -> Iterator[str]:
 
 def benchmark_options(what: str) -> set[str]:
     """Option names, read from the source because importing a benchmark loads torch."""
-    text = (SOURCE / "commands" / f"bench_{what}.py").read_text()
-    declared = re.findall(r'add_argument\("--([\w-]+)"', text)
+    text = (SOURCE / "commands" / f"bench_{what.replace('-', '_')}.py").read_text()
+    declared = re.findall(r'add(?:_argument)?\("--([\w-]+)"', text)
     defaults = re.search(r"take_options\(\w+, \{(.*?)\}\)", text)
     return {*declared, *(name.replace("_", "-") for name in re.findall(r'"(\w+)":', defaults[1] if defaults else ""))}
 

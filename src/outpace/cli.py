@@ -264,6 +264,7 @@ COMMANDS = (
     "doctor", "bench", "migrate",
 )  # fmt: skip
 _BENCHMARKS = {
+    "end-to-end": "outpace.commands.bench_end_to_end",
     "engine": "outpace.commands.bench_engine",
     "overlap": "outpace.commands.bench_overlap",
 }

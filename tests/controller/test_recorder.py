@@ -14,6 +14,7 @@ from driver_support import Rig
 from outpace.config.sections import EvalConfig
 from outpace.controller.recorder import Recorder, TrainedStep
 from outpace.controller.scheduler import Scheduler
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
 from outpace.monitoring.line_file import read_lines
@@ -59,7 +60,7 @@ async def test_a_resumed_run_counts_tokens_seconds_and_failures_of_all_starts(tm
 
     log = RunLog.claim(tmp_path / "run", resume=True)
     log.start("")
-    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), ComputeUnits(2), 0)
     left_in_journal = [GroupReport(group, "t", "finished", tokens_sampled=10, failures=[SLOW]) for group in (90, 91)]
     recorder.resume(log.roll_back(3), left_in_journal)
     second = recorder.build_summary(0, "done")
@@ -79,7 +80,7 @@ async def test_groups_finalized_after_the_last_step_are_counted_once_over_all_st
     def opened(resume: bool) -> tuple[RunLog, Recorder]:
         log = RunLog.claim(tmp_path / "run", resume=resume)
         log.start("")
-        return log, Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+        return log, Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), ComputeUnits(2), 0)
 
     def filtered(group: int) -> tuple[UntrainedVisit, GroupReport]:
         return UntrainedVisit(group, 0, "filtered"), GroupReport(group, "t", "filtered", tokens_sampled=10)
@@ -124,7 +125,7 @@ async def test_rules_hold_over_three_workers_four_chunks_and_a_resume(tmp_path: 
     def opened(resume: bool) -> tuple[RunLog, Recorder]:
         log = RunLog.claim(tmp_path / "run", resume=resume)
         log.start("")
-        return log, Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+        return log, Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), ComputeUnits(2), 0)
 
     first_worker, second_worker = reported_group(0, "filtered", 1.0, 1.0), reported_group(1, "finished", 0.0, 1.0)
     log, recorder = opened(resume=False)
@@ -174,7 +175,7 @@ async def test_an_undeclared_metric_is_averaged_and_named_once_on_the_console(
     monkeypatch.delenv(UNDECLARED_METRICS)
     log = RunLog.claim(tmp_path / "run")
     log.start("")
-    recorder = Recorder(log, ProgressConsole(None), CallbackRunner([]), 2, 0)
+    recorder = Recorder(log, ProgressConsole(None), CallbackRunner([]), ComputeUnits(2), 0)
     for group in range(2):
         reported = MetricLog()
         reported.log_metric("colour", group)

@@ -1,5 +1,6 @@
 import pytest
 
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring.efficiency import EfficiencyTracker
 from outpace.types import EngineStats, LearnerStats
 
@@ -27,7 +28,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def tracker(clock: Clock) -> EfficiencyTracker:
-    return EfficiencyTracker(cores=2, clock=clock)
+    return EfficiencyTracker(ComputeUnits(2), clock)
 
 
 def test_an_engine_and_a_learner_that_are_always_busy_reach_full_efficiency(
@@ -77,7 +78,25 @@ def test_threads_that_wait_for_each_other_do_not_count_as_work(tracker: Efficien
     assert tracker.run_total().trainer_wait_s == 0.0
 
 
-def test_on_a_shared_accelerator_no_efficiency_is_reported(clock: Clock) -> None:
+def test_time_in_which_engine_and_learner_are_both_busy_on_one_gpu_counts_once(clock: Clock) -> None:
+    tracker = EfficiencyTracker(ComputeUnits(1, are_gpus=True), clock)
+    clock.now += 10
+    tracker.engines({"e": engine(5.0, 1000)})
+    tracker.learner(learner(2.0, 900))
+    assert tracker.run_total().efficiency == pytest.approx(0.7)
+    tracker.learner(learner(8.0, 900))
+    assert tracker.run_total().efficiency == pytest.approx(1.0)
+
+
+def test_an_engine_of_two_gpus_counts_twice(clock: Clock) -> None:
+    tracker = EfficiencyTracker(ComputeUnits(3, are_gpus=True, per_engine=2), clock)
+    clock.now += 10
+    tracker.engines({"e": engine(6.0, 1000)})
+    tracker.learner(learner(9.0, 900))
+    assert tracker.run_total().efficiency == pytest.approx(0.7)
+
+
+def test_on_unknown_gpus_no_efficiency_is_reported(clock: Clock) -> None:
     tracker = EfficiencyTracker(None, clock)
     clock.now += 10
     tracker.engines({"e": engine(10.0, 1000)})

@@ -24,7 +24,7 @@ def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dic
     names = {key: f"--{key.replace('_', '-')}" for key in defaults}
     for key, name in names.items():
         spellings = dict.fromkeys((name, f"--{key}"))
-        parser.add_argument(*spellings, type=_positive, default=defaults[key], metavar=str(defaults[key]))
+        parser.add_argument(*spellings, type=positive, default=defaults[key], metavar=str(defaults[key]))
     options, others = parser.parse_known_args(words)
     for word in others:
         option = word.partition("=")[0]
@@ -35,7 +35,7 @@ def take_options(words: Sequence[str], defaults: Mapping[str, int]) -> tuple[dic
     return vars(options), others
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a positive integer, not {text!r}")
     return int(text)

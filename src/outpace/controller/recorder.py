@@ -17,6 +17,7 @@ from outpace.checkpoint import commit
 from outpace.checkpoint.commit import CHECKPOINTS
 from outpace.controller.evaluation import Evaluation
 from outpace.controller.scheduler import Scheduler
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring import metrics as to_metrics
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
@@ -65,7 +66,7 @@ class Recorder:
     log: RunLog
     console: ProgressConsole
     callbacks: CallbackRunner
-    cores: int | None  # None: the work of engines and learner cannot be measured
+    units: ComputeUnits | None  # None: the work of engines and learner cannot be measured
     seed: int
 
     def __post_init__(self) -> None:
@@ -75,7 +76,7 @@ class Recorder:
         self._meter = Meter(self._undeclared)
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
-        self._account = EfficiencyTracker(self.cores, time.monotonic)
+        self._account = EfficiencyTracker(self.units, time.monotonic)
         self._closed: dict[int, GroupReport] = {}  # not on record yet
         self._earlier = EarlierTraining()
         self._earlier_wall_s = 0.0

@@ -40,16 +40,31 @@ import numpy as np
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.cpu import supports_bfloat16
-from outpace.hardware.placement import uses_gpu
+from outpace.hardware.placement import placement_of, uses_gpu
 
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def countable_cores(config: Config) -> int | None:
-    """Return the cores that engines and learner compute on, or None if they use a GPU: GPU time is not attributed."""
-    return None if uses_gpu(config) else available_cores()
+@dataclass(frozen=True)
+class ComputeUnits:
+    """The cores or GPUs that engines and learner compute on, together."""
+
+    count: int
+    are_gpus: bool = False
+    per_engine: int = 1  # GPUs of one engine
+
+
+def compute_units(config: Config) -> ComputeUnits | None:
+    """Return the cores or GPUs of a run, or None if unknown: the GPUs of servers that are already running."""
+    if not uses_gpu(config):
+        return ComputeUnits(available_cores())
+    if config.engine.urls:
+        return None
+    placement = placement_of(config)
+    gpus = {gpu for each in (placement.learner, *placement.engines) for gpu in each.gpus}
+    return ComputeUnits(len(gpus), are_gpus=True, per_engine=max(len(each.gpus) for each in placement.engines) or 1)
 
 
 def shares_cores(config: Config, own: int | None) -> bool:

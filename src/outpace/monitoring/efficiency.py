@@ -1,18 +1,23 @@
 """Efficiency of a run (T*/T), and the measurements of time and resources behind it.
 
-With W_g and W_t the useful core-seconds of generation and training on N cores (or devices), no schedule takes less
-than T* = (W_g + W_t) / N. `efficiency` is T*/T, where T is the wall-clock time.
+With w_g and w_t the core-seconds (on GPUs: device-seconds) that sampling and training cost per sample, N cores finish
+at most N / (w_g + w_t) samples per second. No schedule trains S samples in less than T* = S (w_g + w_t) / N.
+`efficiency` is T*/T, where T is the wall-clock time: the samples per second of the run, relative to that limit.
+
+`outpace bench end-to-end` measures w_g and w_t while engine or learner run alone. A run can only measure what they cost
+beside each other, which is more if they slow each other down, so its T*/T is an upper bound of the benchmark's.
 
 Definitions
-- W_g: CPU seconds the engines spent on training rollouts, less the share of sampled tokens that were discarded
+- S w_g = W_g: seconds the engines spent on training rollouts, less the share of sampled tokens that were discarded
   (failed, dropped and requeued groups). Filtered groups count as useful: no schedule can tell that a group has no
   learning signal without sampling it.
-- W_t: CPU seconds the learner spent on forward, backward and optimizer.
+- S w_t = W_t: seconds the learner spent on forward, backward and optimizer.
 - Evaluation is not useful work, but its time is part of T.
-- CPU seconds are those the operating system counts for the component's process: a thread that waits for other threads
-  or for a core does not count, a thread that waits for memory or computes padding does. T*/T measures the schedule,
-  not the kernels.
-- If engine and learner share an accelerator, its time cannot be attributed to either: T*/T is omitted, not estimated.
+- On the CPU, seconds are those that the operating system counts for the component's process: a thread that waits for
+  other threads or for a core does not count, a thread that waits for memory or computes padding does. T*/T measures
+  the schedule, not the kernels.
+- On a GPU, seconds are those in which the component is busy. While engine and learner are both busy on one GPU, they
+  take turns, so W_g + W_t is at most N T.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring.line_file import write_atomically
 from outpace.types import EngineStats, LearnerStats
 
@@ -98,9 +104,9 @@ class EfficiencyTracker:
     `lap` covers the time since the previous lap, `run_total` the whole run.
     """
 
-    def __init__(self, cores: int | None, clock: Callable[[], float]) -> None:
-        assert cores is None or cores >= 1
-        self._cores = cores
+    def __init__(self, units: ComputeUnits | None, clock: Callable[[], float]) -> None:
+        """`units`: None if unknown; then there is no efficiency."""
+        self._units = units
         self._clock = clock
         self._began = self._lap_began = clock()
         self._engines: dict[str, WorkTotals] = {}  # totals since the engine's last restart
@@ -164,7 +170,7 @@ class EfficiencyTracker:
         span = max(seconds, 1e-9)
         engines = max(len(self._engines), 1)
         useful = 1.0 - min(wasted / generation.tokens, 1.0) if generation.tokens > 0 else 1.0
-        ideal_s = None if self._cores is None else (generation.core_s * useful + training.core_s) / self._cores
+        ideal_s = self._ideal_s(generation.core_s * useful, training.core_s, seconds)
         busy_s, eval_s = generation.busy_s / engines, generation.eval_busy_s / engines
         return Efficiency(
             seconds=seconds,
@@ -178,6 +184,12 @@ class EfficiencyTracker:
             sampled_tokens=generation.tokens,
             trained_tokens=training.tokens,
         )
+
+    def _ideal_s(self, generation_s: float, training_s: float, seconds: float) -> float | None:
+        if (units := self._units) is None:
+            return None
+        ideal_s = (generation_s * units.per_engine + training_s) / units.count
+        return min(ideal_s, seconds) if units.are_gpus else ideal_s
 
 
 MAX_SPANS = 100_000

@@ -31,7 +31,7 @@ from outpace.controller.pacing import SchedulerSettings
 from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, CorruptData, Interrupted, OutpaceError, plural
-from outpace.hardware.cores import countable_cores
+from outpace.hardware.cores import compute_units
 from outpace.hardware.memory import memory_warnings
 from outpace.hardware.placement import placement_of
 from outpace.models.loading import resolve_model
@@ -112,7 +112,7 @@ class RunSession:
             errors=self._config.run.callback_errors,
         )
         console = ProgressConsole(self._config.run.steps, quiet=self._plan.quiet, title=self._title())
-        recorder = Recorder(self._log, console, callbacks, countable_cores(self._config), self._config.run.seed)
+        recorder = Recorder(self._log, console, callbacks, compute_units(self._config), self._config.run.seed)
         console.start()
         self._console = console
         self._reporter = RunReporter(self._config, self._log.dir, console.warning)
