@@ -34,6 +34,7 @@ from outpace.controller.recorder import Recorder
 from outpace.controller.scheduler import Scheduler
 from outpace.controller.training import ControllerState
 from outpace.errors import BadInput, ComponentFailed
+from outpace.hardware.cores import ComputeUnits
 from outpace.monitoring.callbacks import CallbackRunner
 from outpace.monitoring.console import ProgressConsole
 from outpace.monitoring.run_directory import RunLog
@@ -132,7 +133,7 @@ async def measure(directory: Path, settings: SchedulerSettings) -> ControllerCos
     """Run the controller over idle components and return its cost."""
     log = RunLog.claim(directory)
     log.start("")
-    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), 2, 0)
+    recorder = Recorder(log, ProgressConsole(None, quiet=True), CallbackRunner([]), ComputeUnits(2), 0)
     scheduler = Scheduler(settings, TaskOrder(settings.tasks, 0, shuffle=True))
     config = Config.model_validate(
         {

@@ -90,12 +90,12 @@ def test_a_run_that_surely_fits_causes_no_warning() -> None:
 
 
 def test_a_run_that_may_not_fit_is_warned_with_a_value_that_fits() -> None:
-    (line,) = checked(LARGE, 80 * GB)
+    (line,) = checked(LARGE, 60 * GB)
     assert "learner.tokens_per_pass" in line
     value = whole_numbers(line)[-1]
     assert 1000 < value < 65_536
-    assert checked(LARGE | {"learner.tokens_per_pass": value}, 80 * GB) == []
-    assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 80 * GB) != []
+    assert checked(LARGE | {"learner.tokens_per_pass": value}, 60 * GB) == []
+    assert checked(LARGE | {"learner.tokens_per_pass": 2 * value}, 60 * GB) != []
 
 
 def test_a_shorter_context_is_suggested_when_a_pass_holds_one_sequence() -> None:

@@ -160,7 +160,7 @@ def test_a_transport_of_an_installed_package_gets_the_server(place: Path, tmp_pa
     install(place, "own_kinds", ENTRY_POINTS)
     config = resolved({"engine.kind": "sglang", "weights.transport": "courier", "engine.urls": ["http://host:1"]})
     setup = EngineSetup("engine-0", 0, "http://host:1", "x", tmp_path, tmp_path, ON_CPU)
-    made: Any = transport_for(config, setup, SimpleNamespace(http="client"), None)  # type: ignore[arg-type]
+    made: Any = transport_for(config, setup, SimpleNamespace(http="client", label_of=str), None)  # type: ignore[arg-type]
     assert type(made).__name__ == "Courier"
     assert (made.target.kind, made.target.http, made.target.adapters) == ("sglang", "client", False)
     assert made.target.directory.is_relative_to(tmp_path)

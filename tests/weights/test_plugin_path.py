@@ -19,8 +19,12 @@ class Factory:
         registered[name] = (module, class_name)
 vllm = types.ModuleType("vllm.distributed.weight_transfer")
 vllm.WeightTransferEngineFactory = Factory
-for name in ("vllm", "vllm.distributed"):
+for name in ("vllm", "vllm.distributed", "vllm.v1", "vllm.v1.engine", "vllm.v1.engine.core"):
     sys.modules[name] = types.ModuleType(name)
+class Core:
+    def collective_rpc(self):
+        pass
+sys.modules["vllm.v1.engine.core"].EngineCoreProc = Core
 sys.modules["vllm.distributed.weight_transfer"] = vllm
 register = found.load()
 register()

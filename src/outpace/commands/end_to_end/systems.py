@@ -130,7 +130,7 @@ class TrlSystem:
         }
         job.write_text(json.dumps(self.work.trl_job(steps, self.batch) | given))
         command = [self.python, "-m", "outpace.commands.end_to_end.trl_process", str(job), str(result)]
-        began = time.time()
+        began = time.monotonic()
         _run(TRL, command, directory, result)
         found = json.loads(result.read_text())
         ends, counted = found["ends"], counted_steps(steps)

@@ -8,8 +8,8 @@ only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `TrlSys
     save_every   write the weights after every so many steps, 0 for never
     save_to      to DIRECTORY/step-N/model.safetensors
 
-RESULT gets times on the clock of `time.time`: `began` (training begins), `ends` (each step), and by step the samples
-and completion tokens that the reward function saw.
+RESULT gets times on the clock of `time.monotonic`, which all processes of a machine share: `began` (training begins) and
+`ends` (each step), and by step the samples and completion tokens that the reward function saw.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ class StepRecorder(TrainerCallback):
         self.ends: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self.began = time.time()
+        self.began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self._job["on_gpu"]:
             torch.cuda.synchronize()
-        self.ends.append(time.time())
+        self.ends.append(time.monotonic())
         step, every = len(self.ends), self._job["save_every"]
         if every and step % every == 0:
             given["model"].save_pretrained(Path(self._job["save_to"]) / f"step-{step}")
