@@ -8,7 +8,7 @@ only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `TrlSys
     save_every   write the weights after every so many steps, 0 for never
     save_to      to DIRECTORY/step-N/model.safetensors
 
-RESULT gets times on the clock of `time.monotonic`, which all processes of a machine share: `began` (training begins) and
+RESULT gets times on the clock of `time.monotonic`, which all processes of a machine share: `began` (training begins),
 `ends` (each step), and by step the samples and completion tokens that the reward function saw.
 """
 
