@@ -11,9 +11,10 @@ does. Requests are replaced as they finish, so their number stays the same. The 
 
 `prepare` is outside of the pause; `hold`, `copy` and `resume` are the pause; `load` is the whole update. `silence` is
 the longest time without a token, seen from here: the streams of all requests together. `call` is the longest time of a
-GET that only the server's event loop answers: what every call of an update waits for when the server is busy. `--calls`
-adds the cases `running` and `busy` with the update as separate calls to the server: pause, start, update, finish,
-resume.
+GET that only the server's event loop answers: what every call of an update waits for when the server is busy. `cores`
+are the CPU cores that the server's API process and this process use before the updates; each has one event loop, so
+one core is all it can use. `--calls` adds the cases `running` and `busy` with the update as separate calls to the
+server: pause, start, update, finish, resume.
 
 Any version of vLLM from 0.25, on CPU or GPU. Needs no network. A model name such as 135M stands for random weights of
 that shape.
@@ -30,7 +31,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +57,6 @@ from outpace.engines.server.transports import MemoryTransport
 from outpace.engines.server.vllm import VllmServer
 from outpace.errors import BadInput, ServerFailed
 from outpace.hardware.placement import Placement, placement_of, uses_gpu
-from outpace.models.loading import resolve_model
 from outpace.runtime.cleanup import RuntimeDirectory, temporary_directory, temporary_files_environment
 from outpace.types import LoadPhases, LoadReport, Manifest, Sampling
 from outpace.weights.process_group import send_snapshot
@@ -66,13 +67,12 @@ LIMIT_S = 1.0
 SHAPES: dict[str, dict[str, int]] = {
     "135M": {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
              "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152},
-    "0.5B": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-             "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 49152},
     "1.5B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 49152},
 }  # fmt: skip
-"""Random models: SmolLM2-135M's shape, and two larger ones."""
+"""Random models: SmolLM2-135M's shape, and a larger one."""
 
+PUBLISHER = Path(__file__).with_name("snapshot_publisher.py")
 INCARNATION = "bench"
 CALLS = ", separate calls"
 POLL_S = 0.1
@@ -112,7 +112,7 @@ class Case:
     updates: list[Update] = field(default_factory=list)
     tok_s_before: float = 0.0  # without updates
     tok_s_after: float = 0.0
-    call_s_before: float = 0.0
+    cores: tuple[float, float] = (0.0, 0.0)  # of the server's API process and of this process
 
     def median(self, column: str) -> float:
         return statistics.median(getattr(update, column) for update in self.updates)
@@ -125,7 +125,7 @@ class Case:
 
 def print_table(cases: Sequence[Case], console: Console | None = None) -> None:
     names = [column.removesuffix("_s") for column in COLUMNS]
-    table = Table("medians, s", "requests", *names, "longest pause", "tok/s before, during, after", box=None)
+    table = Table("medians, s", "requests", *names, "longest pause", "tok/s before, during, after", "cores", box=None)
     for case in cases:
         rates = (case.tok_s_before, case.median("tok_s_during"), case.tok_s_after)
         table.add_row(
@@ -134,6 +134,7 @@ def print_table(cases: Sequence[Case], console: Console | None = None) -> None:
             *(f"{case.median(column):.3f}" for column in COLUMNS),
             f"{max(update.pause_s for update in case.updates):.3f}",
             ", ".join(f"{rate:,.0f}" for rate in rates),
+            ", ".join(f"{cores:.2f}" for cores in case.cores),
         )
     (console or Console(width=160)).print(table)
 
@@ -202,6 +203,7 @@ class Pings:
 class Bench:
     """A running server, the engine in front of it, and the learner."""
 
+    pid: int  # of the server's API process
     server: CountingServer
     engine: ServerEngine
     learner: Learner
@@ -214,17 +216,21 @@ class Bench:
         pings = Pings(self.server.http)
         async with self.learner.working(busy), _running(self._load(requests)), _running(pings.run()):
             await self._fill(requests)
-            case.tok_s_before, case.call_s_before = await self._rate(pings)
+            case.tok_s_before, case.cores = await self._rates()
             for _ in range(updates):
                 case.updates.append(await self._update(pings))
                 await asyncio.sleep(self.settle_s / 2)
-            case.tok_s_after, _ = await self._rate(pings)
+            case.tok_s_after, _ = await self._rates()
         return case
 
-    async def _rate(self, pings: Pings) -> tuple[float, float]:
-        began, tokens, pings.longest_s = time.perf_counter(), self.server.tokens, 0.0
+    async def _rates(self) -> tuple[float, tuple[float, float]]:
+        """Tokens per second, and cores of the API process and of this process."""
+        processes = psutil.Process(self.pid), psutil.Process()
+        began, before = time.perf_counter(), (self.server.tokens, *map(_cpu_s, processes))
         await asyncio.sleep(self.settle_s)
-        return (self.server.tokens - tokens) / (time.perf_counter() - began), pings.longest_s
+        passed_s, after = time.perf_counter() - began, (self.server.tokens, *map(_cpu_s, processes))
+        tokens, api, own = ((new - old) / passed_s for old, new in zip(before, after, strict=True))
+        return tokens, (api, own)
 
     async def _update(self, pings: Pings) -> Update:
         self.version += 1
@@ -256,6 +262,11 @@ class Bench:
             await self.engine.generate(f"{number}.{turn}", tokens, Sampling(length, seed=turn), 0, None)
 
 
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 @asynccontextmanager
 async def _running(work: Awaitable[None]) -> AsyncIterator[None]:
     task = asyncio.ensure_future(work)
@@ -278,7 +289,7 @@ class Learner:
     @classmethod
     async def start(cls, settings: dict[str, Any], directory: Path, environment: dict[str, str]) -> Learner:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--learner", str(directory), json.dumps(settings),
+            sys.executable, str(PUBLISHER), str(directory), INCARNATION, json.dumps(settings),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **environment}, limit=1 << 24,
         )  # fmt: skip
@@ -312,63 +323,6 @@ class Learner:
         return reply
 
 
-def be_the_learner(directory: str, settings: dict[str, Any]) -> None:
-    """Answer commands, one per line, and train in between if told to. As in a run, the copy of the weights is queued on
-    the thread that trains."""
-    import select
-
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from outpace.weights.shared_memory import build_snapshot_writer
-
-    config = resolve(make_config(settings))
-    device = "cuda" if uses_gpu(config) else "cpu"
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(str(resolve_model(config.model.path)), dtype=torch.float32).to(device)
-    writer = build_snapshot_writer(config, device, Path(directory), INCARNATION)
-    train = _training(model, device)
-    busy, version = False, 0
-    while True:
-        if busy and not select.select([sys.stdin], [], [], 0)[0]:
-            train()
-            continue
-        words = sys.stdin.readline().split()
-        if not words:
-            return
-        reply = b"{}"
-        if words[0] == "publish":
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.view(-1)[::50] += 1e-4
-            leased, version = [version], int(words[1])
-            reply = msgspec.json.encode(writer.publish(version, model.state_dict(), leased))
-        busy = words[0] == "busy" or (busy and words[0] == "publish")
-        sys.stdout.buffer.write(reply + b"\n")
-        sys.stdout.flush()
-
-
-def _training(model: Any, device: str) -> Callable[[], None]:
-    """A training step: passes queued without waiting for the device, then one update of the weights."""
-    import torch
-
-    rows, length, passes = (16, 512, 4) if device == "cuda" else (4, 64, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=device == "cuda")
-    tokens = torch.randint(0, model.config.vocab_size, (rows, length), device=device)
-
-    def step() -> None:
-        for _ in range(passes):
-            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-                loss = model(tokens, labels=tokens).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()
-
-    return step
-
-
 # -------------------------------------------------------------------------------------------------------------- the run
 
 
@@ -379,7 +333,7 @@ async def run(config: Config, settings: dict[str, Any], options: Any) -> list[Ca
     try:
         learner = await Learner.start(settings, runtime.path, placement.learner.environment)
         try:
-            return await _with_server(config, placement, learner, runtime.path, options)
+            return await _with_server(config, placement, learner, runtime, options)
         finally:
             await learner.stop()
     finally:
@@ -387,10 +341,11 @@ async def run(config: Config, settings: dict[str, Any], options: Any) -> list[Ca
 
 
 async def _with_server(
-    config: Config, placement: Placement, learner: Learner, directory: Path, options: Any
+    config: Config, placement: Placement, learner: Learner, runtime: RuntimeDirectory, options: Any
 ) -> list[Case]:
+    directory = runtime.path
     plan = await LaunchPlan.of(config, directory, INCARNATION)
-    environment = temporary_files_environment(directory)
+    environment = runtime.cleanup.marked(runtime.cleanup.new_mark()) | temporary_files_environment(directory)
     started = await launch_server(plan, 0, Path("vllm_updates.log"), _say, environment, placement.engines[0])
     _say(f"vLLM {plan.found.version}, weights by {placement.transport}")
     cases: list[Case] = []
@@ -409,7 +364,7 @@ async def _with_server(
             engine = ServerEngine(server, transport, settings)
             await engine.start()
             lengths = (options.prompt, options.tokens)
-            bench = Bench(server, engine, learner, lengths, options.settle, version)
+            bench = Bench(started.process.pid, server, engine, learner, lengths, options.settle, version)
             requests = 0 if name == "alone" else options.requests
             title = name + CALLS * by_calls
             cases.append(await bench.measure(title, options.updates, requests, busy=name == "busy"))
@@ -466,9 +421,6 @@ def parsed(words: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def main(words: Sequence[str]) -> int:
-    if list(words[:1]) == ["--learner"]:
-        be_the_learner(words[1], json.loads(words[2]))
-        return 0
     options, others = parsed(words)
     names = options.cases.split(",")
     if unknown := set(names) - {"alone", "running", "busy"}:

@@ -17,14 +17,14 @@ def case(name: str, *copies_s: float) -> Case:
         for copy_s in copies_s
     ]
     updates = [Update.of(report, silence_s=0.4, call_s=1.5, tok_s=800.0) for report in reports]
-    return Case(name, 64, updates, tok_s_before=1000.0, tok_s_after=900.0)
+    return Case(name, 64, updates, tok_s_before=1000.0, tok_s_after=900.0, cores=(0.75, 0.25))
 
 
 def test_the_table_shows_the_medians_of_the_phases_and_the_longest_pause() -> None:
     output = io.StringIO()
     print_table([case("running", 0.25, 0.5, 4.0)], Console(file=output, width=200))
     (line,) = [line for line in output.getvalue().splitlines() if "running" in line]
-    assert names(line, "64 0.500 0.125 0.750 2.500 0.400 1.500 4.250 1,000 800 900")
+    assert names(line, "64 0.500 0.125 0.750 2.500 0.400 1.500 4.250 1,000 800 900 0.75 0.25")
 
 
 def test_a_median_pause_above_the_limit_is_missed_unless_it_was_made_of_separate_calls() -> None:

@@ -159,6 +159,10 @@ STREAM_INTERVAL = 4
 """Tokens per streamed chunk. Sending a chunk costs a good part of the time of sampling a token. Unsent tokens are lost
 if the server dies, and are sampled again."""
 
+OUTPUT_CHUNK = 16
+"""Running requests whose new tokens vLLM's API server processes before it turns to other work, such as our calls. With
+its default of 128, and hundreds of running requests, a call takes seconds."""
+
 SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """Word endings in names of environment variables with secret values."""
 
@@ -328,6 +332,7 @@ def _vllm_environment(config: Config, model: Path, on_gpu: bool) -> dict[str, st
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, update, resume
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": str(OUTPUT_CHUNK),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True" if config.lora.rank else "False",
     }
     if key := os.environ.get(config.engine.api_key_env):
