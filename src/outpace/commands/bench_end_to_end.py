@@ -86,7 +86,7 @@ def _read(file: Path) -> dict[str, Any]:
 def compare_with(recorded: dict[str, Any], found: dict[str, Any]) -> int:
     """Print both ratios beside the recorded ones. Returns 1 if one is below half of it. None: it was not recorded."""
     pairs = {label: (found["ratios"][name], recorded["ratios"][name]) for name, label in RECORDED.items()}
-    print("; ".join(f"{label} {own:.2f} (recorded {other})" for label, (own, other) in pairs.items()))
+    print("; ".join(f"{label} {own:.2f} (recorded: {other or 'no'})" for label, (own, other) in pairs.items()))
     return int(any(own < MIN_OF_RECORDED * other for own, other in pairs.values() if other is not None))
 
 

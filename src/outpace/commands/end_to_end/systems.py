@@ -131,7 +131,7 @@ class TrlSystem:
         job.write_text(json.dumps(self.work.trl_job(steps, self.batch) | given))
         command = [self.python, "-m", "outpace.commands.end_to_end.trl_process", str(job), str(result)]
         began = time.time()
-        _run(TRL, command, directory, result)
+        _run(TRL, command, directory, result, {"PYTHONPATH": _importable(directory)})
         found = json.loads(result.read_text())
         ends, counted = found["ends"], counted_steps(steps)
         durations = [after - before for before, after in zip([found["began"], *ends], ends, strict=False)]
@@ -165,18 +165,31 @@ def _weight_files(directory: Path) -> dict[int, str]:
     return {int(file.relative_to(directory).parts[0].removeprefix("step-")): str(file) for file in files}
 
 
-def _run(name: str, command: Sequence[str], directory: Path, watched: Path) -> float:
+def _importable(directory: Path) -> str:
+    """Return a PYTHONPATH with which another Python imports outpace, but no other package of this environment."""
+    path = directory / "path"
+    path.mkdir()
+    (path / "outpace").symlink_to(Path(outpace.__file__ or "").resolve().parent)
+    return os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+
+
+def _run(
+    name: str, command: Sequence[str], directory: Path, watched: Path, environment: Mapping[str, str] | None = None
+) -> float:
     """Run the command, with its output in `directory`. Returns the seconds until the file `watched` had content."""
-    source = str(Path(outpace.__file__ or "").parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     log = directory / "output.log"
     began, first_s = time.monotonic(), 0.0
+    given = {**os.environ, **(environment or {})}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        while process.poll() is None:
-            time.sleep(POLL_S)
-            if not first_s and watched.exists() and watched.stat().st_size:
-                first_s = time.monotonic() - began
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=given)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                if not first_s and watched.exists() and watched.stat().st_size:
+                    first_s = time.monotonic() - began
+        finally:
+            process.terminate()  # does nothing if it has ended
+            process.wait()
     if process.returncode != 0:
         raise ComponentFailed(name, f"exit code {process.returncode}", _tail(log))
     return first_s
