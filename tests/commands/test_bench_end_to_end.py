@@ -25,7 +25,7 @@ from support import naming
 
 def run_of(step_s: float) -> SystemRun:
     return SystemRun(
-        step_s=step_s, samples=512, completion_tokens=5120, trained_tokens=5120, first_step_s=9.0,
+        step_s=step_s, samples=512, completion_tokens=5120, trained_tokens=5120, reward=0.5, first_step_s=9.0,
         details={"learner waits, s": 0.1},
     )  # fmt: skip
 

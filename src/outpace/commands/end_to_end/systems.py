@@ -40,12 +40,13 @@ DETAILS = {
 
 
 class SystemRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One training. Figures are means over the counted steps."""
+    """One training. Figures are means over the counted steps, the reward over the last third of all steps."""
 
     step_s: float
     samples: float
     completion_tokens: float
     trained_tokens: float
+    reward: float
     first_step_s: float  # from the command to the end of the first step
     clock: list[float] = []  # seconds from the start of training to the end of each step
     weights: dict[int, str] = {}  # files saved for evaluation, by step
@@ -105,6 +106,7 @@ class OutpaceSystem:
             samples=self.work.samples,
             completion_tokens=mean("completions/mean_length") * self.work.samples,
             trained_tokens=mean("throughput/trained_tokens"),
+            reward=statistics.fmean(line["reward/mean"] for line in lines[2 * steps // 3 : steps]),
             first_step_s=first_step_s,
             clock=[line["time/wall_s"] for line in lines[:steps]],
             weights={step: file for step, file in _weight_files(checkpoints).items() if step <= steps},
@@ -141,6 +143,7 @@ class TrlSystem:
             samples=statistics.fmean(found["samples"][counted]),
             completion_tokens=tokens,
             trained_tokens=tokens,
+            reward=statistics.fmean(found["rewards"][2 * steps // 3 :]),
             first_step_s=ends[0] - began,
             clock=[end - found["began"] for end in ends],
             weights=_weight_files(saved),
