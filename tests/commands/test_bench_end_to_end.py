@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from support import naming
 
 def run_of(step_s: float) -> SystemRun:
     return SystemRun(
-        step_s=step_s, samples=512, completion_tokens=5120, trained_tokens=5120, first_step_s=9.0,
+        step_s=step_s, samples=512, completion_tokens=5120, trained_tokens=5120, reward=0.5, first_step_s=9.0,
         details={"learner waits, s": 0.1},
     )  # fmt: skip
 
@@ -113,6 +114,19 @@ def test_trl_generates_exactly_the_drawn_lengths_with_an_unchanged_model() -> No
     )  # fmt: skip
     answers = output[:, 4:]
     assert [(row == eos).nonzero().tolist() for row in answers] == [[[0]], [[6]], [[2]]]
+
+
+def test_vllm_in_trl_samples_exactly_the_drawn_lengths() -> None:
+    from outpace.commands.end_to_end.trl_process import with_vllm_lengths
+
+    class Parameters(SimpleNamespace):
+        def clone(self) -> Parameters:
+            return Parameters(**vars(self))
+
+    seen: list[Parameters] = []
+    generate = with_vllm_lengths(lambda prompts, sampling_params: seen.extend(sampling_params), [[3, 1]])
+    generate(["a", "b"], sampling_params=Parameters(temperature=1.0, max_tokens=9))
+    assert [(each.min_tokens, each.max_tokens, each.temperature) for each in seen] == [(3, 3, 1.0), (1, 1, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def _read(file: Path) -> dict[str, Any]:
 def compare_with(recorded: dict[str, Any], found: dict[str, Any]) -> int:
     """Print both ratios beside the recorded ones. Returns 1 if one is below half of it. None: it was not recorded."""
     pairs = {label: (found["ratios"][name], recorded["ratios"][name]) for name, label in RECORDED.items()}
-    print("; ".join(f"{label} {own:.2f} (recorded {other})" for label, (own, other) in pairs.items()))
+    print("; ".join(f"{label} {own:.2f} (recorded: {other or 'no'})" for label, (own, other) in pairs.items()))
     return int(any(own < MIN_OF_RECORDED * other for own, other in pairs.values() if other is not None))
 
 
@@ -132,42 +132,42 @@ class Benchmark:
     def run(self) -> Comparison:
         others = OtherPrograms()
         with temporary_directory("bench") as self._directory:
-            run: dict[str, Callable[[], None]] = {OUTPACE: self._run_outpace, "limit": self._measure_limit}
+            run: dict[str, Callable[[Work], None]] = {OUTPACE: self._run_outpace, "limit": self._measure_limit}
             if TRL in self._parts:
                 self._comparison.trl_batch = self._find_batch()
                 run[TRL] = self._run_trl
             for repeat in range(self._options.repeats):
                 for part in self._parts if repeat % 2 == 0 else reversed(self._parts):
-                    run[part]()
+                    run[part](self._work.seeded(repeat))
             if self._save_every:
                 self._evaluate()
         self._comparison.other_cores = others.cores()
         return self._comparison
 
-    def _run_outpace(self) -> None:
-        system = OutpaceSystem(self._work, self._save_every)
+    def _run_outpace(self, work: Work) -> None:
+        system = OutpaceSystem(work, self._save_every)
         with self._fresh(OUTPACE) as directory:
             found = system.run(self._options.steps, directory)
         self._comparison.runs.setdefault(OUTPACE, []).append(found)
         self._console.print(f"outpace: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
 
-    def _run_trl(self) -> None:
-        system = self._trl(self._comparison.trl_batch, self._save_every)
+    def _run_trl(self, work: Work) -> None:
+        system = self._trl(work, self._comparison.trl_batch, self._save_every)
         with self._fresh(TRL) as directory:
             found = system.run(self._options.steps, directory)
         self._comparison.runs.setdefault(TRL, []).append(found)
         self._console.print(f"TRL: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
 
-    def _measure_limit(self) -> None:
+    def _measure_limit(self, work: Work) -> None:
         known = self._comparison.limits[:1]
         threads = {name: getattr(known[0], name).threads for name in COMPONENTS} if known else None
         with self._fresh("limit") as directory:
-            limit = measure_limit(self._work, directory, threads)
+            limit = measure_limit(work, directory, threads)
         self._comparison.limits.append(limit)
         self._console.print(f"limit: {limit.samples_per_s:,.1f} samples/s")
 
-    def _trl(self, batch: int, save_every: int = 0) -> TrlSystem:
-        return TrlSystem(self._work, self._options.trl_python, self._options.trl_vllm, batch, save_every)
+    def _trl(self, work: Work, batch: int, save_every: int = 0) -> TrlSystem:
+        return TrlSystem(work, self._options.trl_python, self._options.trl_vllm, batch, save_every)
 
     def _find_batch(self) -> int:
         """Return the fastest of TRL's batch sizes. One that fails, such as for memory, is not used."""
@@ -178,7 +178,7 @@ class Benchmark:
         for size in sizes:
             try:
                 with self._fresh(TRL) as directory:
-                    tried[size] = self._trl(size).run(PROBE_STEPS, directory).step_s
+                    tried[size] = self._trl(self._work, size).run(PROBE_STEPS, directory).step_s
             except ComponentFailed as failed:
                 tried[size], error = None, failed
             self._console.print(f"TRL, batch {size} per device: {tried[size] or 'failed'}")

@@ -29,6 +29,7 @@ FIGURES: dict[str, tuple[Callable[[SystemRun], float], str]] = {
     "trained_tokens_per_s": (lambda run: run.trained_tokens_per_s, "trained tok/s"),
     "step_s": (lambda run: run.step_s, "seconds per step"),
     "first_step_s": (lambda run: run.first_step_s, "seconds from command to first step"),
+    "reward": (lambda run: run.reward, "reward, last third of the steps"),
     "mean_length": (lambda run: run.mean_length, "tokens per answer"),
 }
 """Figures of a run by their name in the JSON, with the label in the table."""

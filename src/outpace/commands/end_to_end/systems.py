@@ -40,12 +40,13 @@ DETAILS = {
 
 
 class SystemRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One training. Figures are means over the counted steps."""
+    """One training. Figures are means over the counted steps, the reward over the last third of all steps."""
 
     step_s: float
     samples: float
     completion_tokens: float
     trained_tokens: float
+    reward: float
     first_step_s: float  # from the command to the end of the first step
     clock: list[float] = []  # seconds from the start of training to the end of each step
     weights: dict[int, str] = {}  # files saved for evaluation, by step
@@ -105,6 +106,7 @@ class OutpaceSystem:
             samples=self.work.samples,
             completion_tokens=mean("completions/mean_length") * self.work.samples,
             trained_tokens=mean("throughput/trained_tokens"),
+            reward=statistics.fmean(line["reward/mean"] for line in lines[2 * steps // 3 : steps]),
             first_step_s=first_step_s,
             clock=[line["time/wall_s"] for line in lines[:steps]],
             weights={step: file for step, file in _weight_files(checkpoints).items() if step <= steps},
@@ -131,7 +133,7 @@ class TrlSystem:
         job.write_text(json.dumps(self.work.trl_job(steps, self.batch) | given))
         command = [self.python, "-m", "outpace.commands.end_to_end.trl_process", str(job), str(result)]
         began = time.monotonic()
-        _run(TRL, command, directory, result)
+        _run(TRL, command, directory, result, {"PYTHONPATH": _importable(directory)})
         found = json.loads(result.read_text())
         ends, counted = found["ends"], counted_steps(steps)
         durations = [after - before for before, after in zip([found["began"], *ends], ends, strict=False)]
@@ -141,6 +143,7 @@ class TrlSystem:
             samples=statistics.fmean(found["samples"][counted]),
             completion_tokens=tokens,
             trained_tokens=tokens,
+            reward=statistics.fmean(found["rewards"][2 * steps // 3 :]),
             first_step_s=ends[0] - began,
             clock=[end - found["began"] for end in ends],
             weights=_weight_files(saved),
@@ -165,18 +168,31 @@ def _weight_files(directory: Path) -> dict[int, str]:
     return {int(file.relative_to(directory).parts[0].removeprefix("step-")): str(file) for file in files}
 
 
-def _run(name: str, command: Sequence[str], directory: Path, watched: Path) -> float:
+def _importable(directory: Path) -> str:
+    """Return a PYTHONPATH with which another Python imports outpace, but no other package of this environment."""
+    path = directory / "path"
+    path.mkdir()
+    (path / "outpace").symlink_to(Path(outpace.__file__ or "").resolve().parent)
+    return os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
+
+
+def _run(
+    name: str, command: Sequence[str], directory: Path, watched: Path, environment: Mapping[str, str] | None = None
+) -> float:
     """Run the command, with its output in `directory`. Returns the seconds until the file `watched` had content."""
-    source = str(Path(outpace.__file__ or "").parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     log = directory / "output.log"
     began, first_s = time.monotonic(), 0.0
+    given = {**os.environ, **(environment or {})}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
-        while process.poll() is None:
-            time.sleep(POLL_S)
-            if not first_s and watched.exists() and watched.stat().st_size:
-                first_s = time.monotonic() - began
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=given)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                if not first_s and watched.exists() and watched.stat().st_size:
+                    first_s = time.monotonic() - began
+        finally:
+            process.terminate()  # does nothing if it has ended
+            process.wait()
     if process.returncode != 0:
         raise ComponentFailed(name, f"exit code {process.returncode}", _tail(log))
     return first_s

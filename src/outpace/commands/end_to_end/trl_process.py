@@ -9,13 +9,14 @@ only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `TrlSys
     save_to      to DIRECTORY/step-N/model.safetensors
 
 RESULT gets times on the clock of `time.monotonic`, which all processes of a machine share: `began` (training begins),
-`ends` (each step), and by step the samples and completion tokens that the reward function saw.
+`ends` (each step), and by step the samples and completion tokens that the reward function saw, and their mean reward.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ def train(job: Job) -> dict[str, Any]:
         "ends": recorder.ends,
         "samples": reward.samples,
         "completion_tokens": reward.tokens,
+        "rewards": reward.means,
     }
 
 
@@ -98,18 +100,20 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 class CountingReward:
-    """The reward function of the task. Counts samples and completion tokens of every call, which is one per step."""
+    """The reward function of the task. Records samples, completion tokens and mean reward of each call, one per step."""
 
     def __init__(self, reference: str) -> None:
         self._function = load_function(reference, "rewards.functions")
         self.__name__ = "reward"
         self.samples: list[int] = []
         self.tokens: list[int] = []
+        self.means: list[float] = []
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
         self.samples.append(len(completion_ids))
         self.tokens.append(sum(map(len, completion_ids)))
         rewards: list[float] = self._function(**columns)
+        self.means.append(statistics.fmean(rewards))
         return rewards
 
 

@@ -7,13 +7,14 @@ long-tailed   lengths are drawn, the same ones for both systems: see `outpace.co
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from outpace.commands.end_to_end.lengths import answer_length
 from outpace.config import Config
+from outpace.config.defaults import with_values
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.errors import BadInput
@@ -56,6 +57,10 @@ class Work:
         if config.filter.uniform:
             raise BadInput("filter.uniform: TRL trains every group; leave this out")
         return cls(config, lengths)
+
+    def seeded(self, repeat: int) -> Work:
+        """Return the work of a repeat, with its own seed and so its own tasks and samples."""
+        return replace(self, config=with_values(self.config, {"run.seed": self.config.run.seed + repeat}))
 
     @property
     def prompts(self) -> int:
