@@ -340,6 +340,9 @@ class DecodeBatch:
 
         Return the followers: requests that start together with the first one of their prompt, as slot -> its slot."""
         taken = self._take_waiting()
+        if not taken:
+            self._make_room(0, 0)
+            return {}
         computed = self._computed_prompts()
         first: dict[bytes, GenerationRequest] = {}
         for request in taken:
