@@ -100,7 +100,7 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 class CountingReward:
-    """The reward function of the task. Records samples, completion tokens and mean reward of each call, one per step."""
+    """The reward function of the task. Records the samples, tokens and mean reward of each call, one per step."""
 
     def __init__(self, reference: str) -> None:
         self._function = load_function(reference, "rewards.functions")
