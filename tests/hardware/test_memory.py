@@ -172,10 +172,11 @@ config = LlamaConfig(vocab_size=vocabulary, hidden_size=width, num_hidden_layers
                      num_key_value_heads=kv_heads, intermediate_size=wide, tie_word_embeddings=True)
 core = LearnerCore(LlamaForCausalLM(config), resolved({"learner.tokens_per_pass": tokens}))
 length = 256
+noise = np.random.default_rng(0)
 def row():
     mask = np.arange(length) > 16
     ones = np.full(length, -1.0, dtype=np.float32)
-    return Row(np.ones(length, dtype=np.int32), mask, ones, np.zeros(length, dtype=np.int32), ones)
+    return Row(noise.integers(0, vocabulary, length).astype(np.int32), mask, ones, np.zeros(length, dtype=np.int32), ones)
 core.accumulate([row() for _ in range(tokens // length)])
 core.step()
 core.accumulate([row() for _ in range(tokens // length)])
