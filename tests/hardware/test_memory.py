@@ -176,7 +176,8 @@ noise = np.random.default_rng(0)
 def row():
     mask = np.arange(length) > 16
     ones = np.full(length, -1.0, dtype=np.float32)
-    return Row(noise.integers(0, vocabulary, length).astype(np.int32), mask, ones, np.zeros(length, dtype=np.int32), ones)
+    random_tokens = noise.integers(0, vocabulary, length).astype(np.int32)
+    return Row(random_tokens, mask, ones, np.zeros(length, dtype=np.int32), ones)
 core.accumulate([row() for _ in range(tokens // length)])
 core.step()
 core.accumulate([row() for _ in range(tokens // length)])
