@@ -89,6 +89,7 @@ def test_the_policy_loss_has_its_documented_gradient() -> None:
     assert gradient_N.tolist() == pytest.approx([-0.5 * 1.0, np.exp(0.1) * 2.0, -2.0 * 0.5])
 
 
+@pytest.mark.slow
 def test_a_run_with_settings_equivalent_to_built_in_functions_repeats_their_losses_bitwise(tmp_path: Path) -> None:
     """Without a floor `banded_is` equals `truncated_is`; the median of two attempts is their mean."""
     alike: dict[str, Any] = {"correction__masks": ["opsm"]}

@@ -90,6 +90,7 @@ async def run_calls(toolbox: Toolbox, *calls: tuple[str, dict[str, Any]]) -> lis
     return [result.text for result in await toolbox.run(made, len(made), lambda: math.inf)]
 
 
+@pytest.mark.slow
 async def test_command_and_url_servers_are_used_together(web: HttpServer) -> None:
     async with opened(command(), web.url) as (toolbox, servers):
         assert [sorted(server.tools)[:2] for server in servers] == [["add", "breed"], ["web_add", "web_breed"]]

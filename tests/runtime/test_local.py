@@ -120,6 +120,7 @@ async def test_a_component_can_be_crashed_during_startup_by_a_crash_point(
     assert await (await start_toy(runtime)).attempt() == 0
 
 
+@pytest.mark.slow
 async def test_a_dump_shows_tasks_threads_and_a_blocked_event_loop(runtime: LocalRuntime) -> None:
     idle, stuck, halted = [await start_toy(runtime, name) for name in ("idle", "stuck", "halted")]
     halting = psutil.Process(await halted.pid())

@@ -72,6 +72,7 @@ def test_every_combination_is_reproduced_exactly_across_a_checkpoint(
     assert losses(tmp_path / "parts") == expected
 
 
+@pytest.mark.slow
 def test_replayed_groups_take_the_places_of_uniform_ones_and_a_resumed_run_repeats_it_exactly(
     settings: Settings, rewards: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ def lora_settings(settings: Settings) -> Settings:
     return {**settings, "lora.rank": 4, "learner.lr": 1e-2, "checkpoint.every": 2}
 
 
+@pytest.mark.slow
 def test_a_resumed_lora_run_matches_an_uninterrupted_one(lora_settings: Settings, tmp_path: Path) -> None:
     train(lora_settings, tmp_path / "whole", run__steps=4)
     train(lora_settings, tmp_path / "parts", run__steps=2)

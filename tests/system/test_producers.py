@@ -80,6 +80,7 @@ def used(run: Path) -> list[int]:
     return [each["task"] for line in lines for each in [*line["groups"], *line.get("settled", [])]]
 
 
+@pytest.mark.slow
 def test_a_deterministic_run_gives_the_same_bits_also_when_it_is_resumed_and_uses_every_task_once_per_pass(
     values: dict[str, Any], tmp_path: Path
 ) -> None:

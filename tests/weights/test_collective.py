@@ -200,6 +200,7 @@ async def test_sending_a_missing_snapshot_raises_corrupt_data(tmp_path: Path) ->
         await send(manifest, rendezvous_for(manifest, 1.0, "gloo"))
 
 
+@pytest.mark.slow
 def test_a_sender_that_never_connects_is_an_error_for_the_receiver_by_the_deadline(
     tmp_path: Path, receivers: Receivers
 ) -> None:

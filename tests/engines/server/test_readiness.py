@@ -227,6 +227,7 @@ def test_the_last_log_line_is_stripped_of_its_prefix() -> None:
 # ------------------------------------------------------------------------------------------------------------ tokens
 
 
+@pytest.mark.slow
 async def test_expected_token_ids_come_from_the_tokenizer_of_the_run() -> None:
     first, second = await asyncio.gather(
         expected_token_ids("starter", False), expected_token_ids("starter-agent", False)

@@ -115,6 +115,7 @@ def left_of(segments: list[Path]) -> list[Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_an_ended_serve_command_leaves_neither_processes_nor_shared_memory_nor_temporary_files(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -129,6 +130,7 @@ def test_an_ended_serve_command_leaves_neither_processes_nor_shared_memory_nor_t
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_leftovers_of_a_command_killed_with_all_its_processes_are_removed_at_the_next_start(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +153,7 @@ def kill_together(processes: list[psutil.Process]) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_with_all_its_processes_leaves_no_shared_memory(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +200,7 @@ def test_a_real_vllm_leaves_nothing_in_shared_memory_or_in_the_temporary_folder(
     assert [path.name for path in folder.iterdir() if path.suffix != ".log"] == []
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_command_with_the_cause_and_its_log_is_kept(
     env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
