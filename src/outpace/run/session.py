@@ -206,7 +206,7 @@ class RunSession:
         recorder.console.status(self._start_message(resume_point))
         for warning in filter(None, (self._plan.eval_warning, self._plan.producer_warning)):
             recorder.console.status(warning)
-        async with launch(self._plan, self._log.dir) as launcher:
+        async with launch(self._plan, self._log.dir, recorder.span) as launcher:
             components = await self._unless_stopped(self._start_components(launcher, recorder.console.status))
             await self._restore(components, resume_point)
             await self._check_logprobs(components, resume_point.version, recorder.console.status)

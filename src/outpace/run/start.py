@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from outpace.config import Config
 from outpace.controller.engine_registry import Components, StartEngine
@@ -26,10 +27,18 @@ from outpace.runtime.cleanup import RuntimeDirectory
 from outpace.runtime.components import ComponentSpec, InlineRuntime, Runtime
 from outpace.runtime.local import LocalRuntime
 
+P = TypeVar("P")
+Span = Callable[[str, str], AbstractContextManager[None]]
+
+
+def _no_span(component: str, name: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
 
 @asynccontextmanager
-async def launch(plan: RunPlan, directory: Path) -> AsyncIterator[Launcher]:
-    """Open the runtime that `run.runtime` names, with logs in `directory`."""
+async def launch(plan: RunPlan, directory: Path, span: Span = _no_span) -> AsyncIterator[Launcher]:
+    """Open the runtime that `run.runtime` names, with logs in `directory`. `span` records how long each component
+    takes to start."""
     config = plan.config
     runtime_dir = await asyncio.to_thread(RuntimeDirectory)
     runtime: Runtime = (
@@ -41,7 +50,7 @@ async def launch(plan: RunPlan, directory: Path) -> AsyncIterator[Launcher]:
         specs = ComponentSpecs(
             config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.engine_code, plan.producer_code
         )
-        yield Launcher(config, runtime, specs, specs.engines())
+        yield Launcher(config, runtime, specs, specs.engines(), span)
     finally:
         await runtime.stop()
         await asyncio.to_thread(runtime_dir.remove)
@@ -55,11 +64,12 @@ class Launcher:
     runtime: Runtime
     specs: ComponentSpecs
     engine_specs: list[ComponentSpec]
+    span: Span
 
     async def start(self) -> Components:
         """Start everything that training needs."""
         learner, (engines, workers), producer = await gather_or_cancel(
-            self.runtime.start(Learner, self.specs.learner()), self.start_samplers(), self._start_producer()
+            self._start(Learner, self.specs.learner()), self.start_samplers(), self._start_producer()
         )
         return Components(
             learner=learner,
@@ -71,16 +81,20 @@ class Launcher:
             producer=producer,
         )
 
+    async def _start(self, protocol: type[P], spec: ComponentSpec) -> P:
+        with self.span(spec.name, "start"):
+            return await self.runtime.start(protocol, spec)
+
     async def _start_producer(self) -> Producer | None:
         spec = self.specs.producer()
-        return None if spec is None else await self.runtime.start(Producer, spec)
+        return None if spec is None else await self._start(Producer, spec)
 
     async def start_samplers(self) -> tuple[dict[str, Engine], dict[str, Worker]]:
         """Start engines and workers."""
         worker_specs = self.specs.workers()
         engines, workers = await gather_or_cancel(
             self._start_engines(),
-            gather_or_cancel(*(self.runtime.start(Worker, spec) for spec in worker_specs)),
+            gather_or_cancel(*(self._start(Worker, spec) for spec in worker_specs)),
         )
         return (
             {spec.name: engine for spec, engine in zip(self.engine_specs, engines, strict=True)},
@@ -95,7 +109,7 @@ class Launcher:
         async def start(spec: ComponentSpec) -> Engine:
             gpus = tuple(spec.resources.gpus or ())
             async with gpu_locks[gpus] if spec.resources.gpu_memory < 1 else nullcontext():
-                return await self.runtime.start(Engine, spec)
+                return await self._start(Engine, spec)
 
         return await gather_or_cancel(*map(start, self.engine_specs))
 
