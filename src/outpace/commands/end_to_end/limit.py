@@ -31,8 +31,9 @@ from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import FleetMember, GroupOrder, JournalLocation
 
 MEASURED_STEPS = 3
-"""Steps' worth of groups that are measured, after one to warm up. They are sampled without a break in between."""
-
+"""Steps' worth of groups that are measured, after one to warm up."""
+FILL_SLOTS = 2
+"""Times that the smaller of two bursts of requests fills the engines' slots."""
 
 COMPONENTS = ("engine", "learner")
 
@@ -107,12 +108,19 @@ class _Sampler:
         self._tasks = work.task_count
 
     async def measure(self) -> tuple[float, list[JournalLocation]]:
-        """Return the engines' seconds for the measured groups, and where all groups are, with those to warm up."""
-        prompts = self._work.prompts
-        warm_up = await self._sample(range(prompts))
-        before = await self._seconds()
-        measured = await self._sample(range(prompts, prompts * (1 + MEASURED_STEPS)))
-        return await self._seconds() - before, warm_up + measured
+        """Return the engines' seconds for `MEASURED_STEPS` steps, and where the groups of one step more are.
+
+        At the end of a burst of requests, fewer and fewer slots are in use. In a run that does not happen, so two
+        bursts are sampled, and their difference counts."""
+        prompts, slots = self._work.prompts, self._work.config.engine.resolved_slots * len(self._engines)
+        measured = prompts * MEASURED_STEPS
+        smaller = max(prompts, FILL_SLOTS * -(-slots // self._work.attempts))
+        await self._sample(range(prompts))
+        started = await self._seconds()
+        await self._sample(range(prompts, prompts + smaller))
+        between = await self._seconds()
+        places = await self._sample(range(prompts + smaller, prompts + 2 * smaller + measured))
+        return (await self._seconds() - between) - (between - started), places[: prompts + measured]
 
     async def _sample(self, groups: range) -> list[JournalLocation]:
         workers, size = self._workers, self._work.attempts
