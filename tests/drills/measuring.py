@@ -3,7 +3,7 @@
 Each process is measured once a second from the first step of a start until it ends. The first half of its life is left
 out: caches fill and allocators find their size. The checks use the late halves of all processes of a role over every
 start of the run: whether later processes are larger than earlier ones at the same point of their life, and the growth
-per step of processes that lived long enough. A worker reaches its size after about a thousand steps; a worker killed
+per step of processes that lived long enough. A worker reaches its size after about two thousand steps; a worker killed
 before that gives no information about growth.
 """
 
@@ -24,7 +24,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 EVERY_S = 1.0
 MIN_SAMPLES = 20
 """Processes with fewer samples are left out."""
-WARM_UP = 1_000
+WARM_UP = 2_000
 """Steps before growth is measured."""
 
 
