@@ -12,6 +12,7 @@ logged and the run continues.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
@@ -19,7 +20,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from outpace.errors import ComponentFailed
 from outpace.monitoring import metric_table
@@ -50,7 +51,7 @@ MAX_BEHIND = 100_000
 Request = Literal["stop", "save", "evaluate"]
 
 POLL_S = 0.02
-"""Polling interval while waiting for callbacks at the end of a run."""
+"""Interval at which a wait for callbacks checks whether their thread is alive."""
 NOTICE_S = 30.0
 """Wait at the end of a run after which a warning is logged."""
 
@@ -133,6 +134,12 @@ class DataProducerCallback(Callback):
         """The hook of the producer. The event of this name is not sent to a producer."""
 
 
+def _overrides(callback: Callback, event: Event) -> bool:
+    if event == "on_rollout_end" and isinstance(callback, DataProducerCallback):
+        return False
+    return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
+
+
 class CallbackRunner:
     """Runs callbacks on a dedicated thread. Without callbacks no thread is started and `post` does nothing."""
 
@@ -146,6 +153,9 @@ class CallbackRunner:
         """`on_failure` is called on the callback thread. `on_request` is called by `Callback.stop()`, `save()` and
         `evaluate()`, on any thread."""
         self._callbacks = list(callbacks)
+        self._handlers: dict[Event, list[Callback]] = {
+            event: [callback for callback in callbacks if _overrides(callback, event)] for event in get_args(Event)
+        }
         self.log = MetricLog()
         for callback in self._callbacks:
             callback._request = on_request
@@ -168,8 +178,10 @@ class CallbackRunner:
             self._ready.wait()
 
     def post(self, event: Event, *args: Any) -> None:
-        """Queue a call of the method `event` of every callback. Never blocks."""
-        if self._thread is None or self._failure is not None or not self._thread.is_alive():
+        """Queue a call of the method `event` of every callback that overrides it. Never blocks."""
+        if not self._handlers[event] or self._thread is None or self._failure is not None:
+            return
+        if not self._thread.is_alive():
             return
         with self._lock:
             self._behind += 1
@@ -190,15 +202,14 @@ class CallbackRunner:
         thread = self._thread
         if thread is None or not self.blocking or self._failure is not None or not thread.is_alive():
             return
-        done = threading.Event()
+        done, loop = asyncio.Event(), asyncio.get_running_loop()
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, done.set)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
         except RuntimeError:  # the loop has just closed: a callback has failed, and `on_failure` ends the run
             return
-        pause_s = POLL_S / 20
         while not done.is_set() and self._failure is None and thread.is_alive():
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, POLL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(done.wait(), POLL_S)
         await asyncio.sleep(0)  # what the callbacks requested is scheduled on this loop before, and comes first
 
     def check(self) -> None:
@@ -254,9 +265,7 @@ class CallbackRunner:
                 self._behind -= 1
 
     async def _call(self, event: Event, args: tuple[Any, ...]) -> None:
-        for callback in self._callbacks:
-            if event == "on_rollout_end" and isinstance(callback, DataProducerCallback):
-                continue
+        for callback in self._handlers[event]:
             self._current = f"{type(callback).__name__}.{event}"
             try:
                 result = getattr(callback, event)(*args)
