@@ -20,6 +20,7 @@ from outpace.hardware.memory import (
     ModelShape,
     check_memory,
     engine_memory,
+    fitting_tokens_per_pass,
     learner_memory,
     parse_gpu_totals,
 )
@@ -200,3 +201,29 @@ def test_the_memory_estimate_of_the_learner_is_close_to_the_measured_peak(model:
     done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
     measured = int(done.stdout)
     assert estimate / 2 < measured < estimate * 1.5
+
+
+# --------------------------------------------------------------------------------------------- learner.tokens_per_pass
+
+
+def chosen_tokens(settings: dict[str, Any], memory: float, shape: ModelShape = SMOLLM2) -> int:
+    config = resolved({"model.dtype": "bfloat16", **settings})
+    placement = assign_gpus(config, ["0"])
+    return fitting_tokens_per_pass(config, placement, shape, AvailableMemory({"0": int(memory)}, int(memory)))
+
+
+def test_passes_are_as_large_as_memory_allows_up_to_a_limit() -> None:
+    small, medium, large = (chosen_tokens({}, gb * GB) for gb in (6, 20, 140))
+    assert 1024 <= small < medium < large == 65_536
+
+
+def test_a_pass_of_the_chosen_size_fits_beside_an_idle_engine() -> None:
+    for gb in (8, 12, 16):
+        config = resolved({"model.dtype": "bfloat16", "learner.tokens_per_pass": chosen_tokens({}, gb * GB)})
+        longest = replace(SMOLLM2, context=1024)
+        needed = learner_memory(config, longest, on_gpu=True).most + engine_memory(config, longest).fixed
+        assert needed <= gb * GB
+
+
+def test_a_deterministic_run_packs_the_same_passes_on_every_machine() -> None:
+    assert chosen_tokens({"run.deterministic": True, "run.device": "cpu"}, 140 * GB) == 16_384

@@ -287,6 +287,9 @@ class PacingConfig(Section):
     """Number of initial on-policy steps (lag 0) before `max_lag` applies."""
 
 
+DEFAULT_TOKENS_PER_PASS = 16_384
+
+
 class LearnerConfig(Section):
     """Optimizer, batching and learner compute.
 
@@ -308,8 +311,9 @@ class LearnerConfig(Section):
     """AdamW beta2: decay of the running mean of the squared gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping norm."""
-    tokens_per_pass: int = Field(default=16384, ge=1)
-    """Maximum tokens packed into one forward/backward pass. A longer sequence gets its own pass."""
+    tokens_per_pass: int | None = Field(default=None, ge=1)
+    """Maximum tokens packed into one forward/backward pass. A longer sequence gets its own pass. Default: what fits
+    into memory, at most 65,536 on a GPU and 16,384 on a CPU; 16,384 in a deterministic run."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more compute."""
     compile: bool = True
@@ -323,6 +327,10 @@ class LearnerConfig(Section):
     """End the run after this many consecutive steps with a non-finite loss or gradient."""
     backend: str | None = None
     """Your own learner backend, as `package.module:Class` or `path/to/file.py:Class`. Default: the built-in one."""
+
+    @property
+    def resolved_tokens_per_pass(self) -> int:
+        return self.tokens_per_pass or DEFAULT_TOKENS_PER_PASS
 
 
 class CheckpointConfig(Section):

@@ -21,8 +21,10 @@ from typing import Any
 import psutil
 
 from outpace.config import Config
+from outpace.config.defaults import with_values
+from outpace.config.sections import DEFAULT_TOKENS_PER_PASS
 from outpace.errors import BadInput
-from outpace.hardware.placement import GpuAssignment, Placement
+from outpace.hardware.placement import GpuAssignment, Placement, placement_of
 
 GB = 10**9
 MIB = 1 << 20
@@ -32,6 +34,12 @@ FIRST_CAPACITY = 128
 PREFILL_TOKENS = 4096
 LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 27}
 NVIDIA_SMI_S = 20.0
+
+MOST_TOKENS_PER_PASS = {"cpu": DEFAULT_TOKENS_PER_PASS, "cuda": 65_536}
+"""Default of `learner.tokens_per_pass` where memory suffices: larger passes are not faster."""
+TOKENS_STEP = 1024
+"""The chosen default is a multiple of this."""
+PASS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
         fixed += 4 * parameters if config.kl.coefficient > 0 else 0
     context = min(config.engine.context or shape.context, shape.context)
     batch = config.pacing.groups_per_step * config.rollout.group_size * context
-    tokens = min(max(config.learner.tokens_per_pass, context), batch)
+    tokens = min(max(config.learner.resolved_tokens_per_pass, context), batch)
     layer = _layer_activations(shape, halves, compiled)
     if config.learner.gradient_checkpointing:
         per_token = shape.layers * 4 * shape.width + layer
@@ -159,7 +167,7 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
     logits = LOGITS_PER_SLICE["cuda"] * 8 if compiled else LOGITS_PER_SLICE["cpu"] * 16
     casts = 2 * parameters if halves and config.lora.rank else 0
     filled = tokens * per_token + logits + 4 * shape.vocabulary * shape.width + casts
-    if config.learner.tokens_per_pass <= context:  # a pass holds at least one sequence
+    if config.learner.resolved_tokens_per_pass <= context:  # a pass holds at least one sequence
         return MemoryEstimate(fixed, filled, "engine.context", tokens, per_token)
     return MemoryEstimate(fixed, filled, "learner.tokens_per_pass", tokens, per_token, lowest=context)
 
@@ -218,6 +226,22 @@ def check_memory(config: Config, placement: Placement, shape: ModelShape, availa
     return warnings
 
 
+def fitting_tokens_per_pass(
+    config: Config, placement: Placement, shape: ModelShape | None, available: AvailableMemory
+) -> int:
+    """Return a default for `learner.tokens_per_pass`. A full pass takes at most half of the memory that weights,
+    optimizer states and idle engines leave on the learner's device; the other half is for the KV cache."""
+    device = _device(placement.learner)
+    total = available.gpus.get(device) if device else available.host
+    if shape is None or total is None or config.run.deterministic:
+        return config.learner.resolved_tokens_per_pass
+    learner = learner_memory(config, shape, on_gpu=bool(device))
+    beside = [gpus for gpus in placement.engines if _device(gpus) == device] if config.engine.kind == "embedded" else []
+    free = total * placement.learner.memory - learner.fixed - engine_memory(config, shape).fixed * len(beside)
+    fitting = int(PASS_SHARE * free / learner.per_unit) // TOKENS_STEP * TOKENS_STEP
+    return max(TOKENS_STEP, min(fitting, MOST_TOKENS_PER_PASS["cuda" if device else "cpu"]))
+
+
 def _device(assignment: GpuAssignment) -> str:
     """Return the first GPU, or an empty string for the host."""
     return assignment.gpus[0] if assignment.gpus else ""
@@ -251,6 +275,15 @@ def _does_not_fit(largest: MemoryEstimate, least: int, room: float, where: str, 
 
 
 # -------------------------------------------------------------------------------------------------------- this machine
+
+
+def with_tokens_per_pass(config: Config, model: Path) -> Config:
+    """Return the config with `learner.tokens_per_pass`, chosen by this machine's memory unless it is set."""
+    if config.learner.tokens_per_pass is not None:
+        return config
+    placement = placement_of(config)
+    tokens = fitting_tokens_per_pass(config, placement, ModelShape.read(model), available_memory(placement))
+    return with_values(config, {"learner.tokens_per_pass": tokens})
 
 
 def memory_warnings(config: Config, placement: Placement, model: Path) -> list[str]:

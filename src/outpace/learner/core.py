@@ -108,7 +108,7 @@ class LearnerCore:
         )
 
     def _pack(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[PackedBatch]:
-        return pack(rows, self.config.learner.tokens_per_pass, extras, self._forward.shares_prefixes)
+        return pack(rows, self.config.learner.resolved_tokens_per_pass, extras, self._forward.shares_prefixes)
 
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
         reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
@@ -305,7 +305,7 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
     rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
     forward = matching_forward(core._forward, core.compute_model, ForwardOptions(temperature, core.dtype))
-    scored = _scores(forward, rows, core.config.learner.tokens_per_pass)
+    scored = _scores(forward, rows, core.config.learner.resolved_tokens_per_pass)
     nan = np.float32(np.nan)
     return [
         next(scored) if valid and len(tokens) > 1 else np.full(max(len(tokens) - 1, 0), nan)

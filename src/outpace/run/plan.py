@@ -27,6 +27,7 @@ from outpace.config.validation import resolve
 from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
 from outpace.errors import BadInput, one_line, plural
 from outpace.hardware.cores import check_dtype
+from outpace.hardware.memory import with_tokens_per_pass
 from outpace.hardware.placement import placement_of, uses_gpu
 from outpace.models.loading import resolve_model, tokenizer_digest
 from outpace.models.lora import check_peft
@@ -169,6 +170,7 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
     if not produced:
         train, heldout = own_sources or open_tasks(config)
     config = resolve(config, own_tasks=own_tasks, own_rewards=rewards_optional, own_rollout=own_rollout)
+    config = with_tokens_per_pass(config, model)
     stream = train if isinstance(train, TaskStream) else None
     if stream is not None or produced:
         _check_stream(config, produced)
