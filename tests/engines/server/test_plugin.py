@@ -194,15 +194,17 @@ async def test_a_flipped_bit_leaves_the_server_with_its_previous_weights(bench: 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-async def test_an_update_that_fails_in_the_server_is_reported_and_the_next_update_succeeds(bench: Bench) -> None:
+async def test_an_update_that_fails_in_the_server_leaves_it_paused_and_the_next_update_succeeds(bench: Bench) -> None:
     transport = MemoryTransport(bench.http, CONTROL_S)
     tensors = bench.moved()
     shapeless = {**tensors, "model.layers.2.mlp.down_proj.weight": torch.zeros(3, 5)}
     partial = {name: tensor for name, tensor in tensors.items() if "layers.1" not in name}
     for number, (wrong, cause) in enumerate([(shapeless, "dimension"), (partial, r"layers\.1\.")]):
         manifest = SnapshotWriter(bench.directory, f"wrong-{number}", torch.float32).publish(1, wrong, [])
+        ready = await transport.prepare(manifest)
         with pytest.raises(ServerFaulty, match=cause):
-            await bench.update(transport, manifest)
+            await transport.swap(ready)
+        assert (await bench.http.get("/is_paused", deadline_s=CONTROL_S))["is_paused"]
     await bench.update(transport, bench.published())
     assert await bench.distance() < NOISE
 
