@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from learner.presets import AGGREGATIONS, STREAMED
 from outpace.checkpoint.journal import read_record
 from outpace.hardware.memory import ModelShape, learner_memory
 from outpace.learner import state
@@ -166,13 +168,15 @@ def test_the_memory_estimate_for_the_learner_is_close_to_the_measured_peak_on_a_
     assert 0.6 * estimate < measured < 1.25 * estimate
 
 
-@pytest.mark.parametrize("preset", ["default", "gspo", "kl_and_entropy"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("preset", STREAMED)
 def test_shared_prefixes_and_compiled_layers_give_the_gradient_of_padded_rows(
-    make_llama: MakeLlama, make_rows: MakeRows, dtype: str, preset: str
+    make_llama: MakeLlama, make_rows: MakeRows, preset: str, aggregation: str, dtype: str
 ) -> None:
-    expected = gradient(make_llama(), make_rows(12), dtype, preset, padded=True)
-    found = gradient(make_llama(), make_rows(12), dtype, preset, padded=False)
+    settings = STREAMED[preset] | {"policy_loss.aggregation": aggregation}
+    expected = gradient(make_llama(), make_rows(12), dtype, settings, padded=True)
+    found = gradient(make_llama(), make_rows(12), dtype, settings, padded=False)
     assert relative_error(found, expected) < (1e-6 if dtype == "float64" else 1e-4)
 
 
@@ -181,28 +185,23 @@ def test_bfloat16_gradients_of_flash_attention_are_as_exact_as_those_of_padded_r
     make_llama: MakeLlama, make_rows: MakeRows, heads: dict[str, int]
 ) -> None:
     rows = [row for seed in range(8) for row in make_rows(24, seed=seed)]
-    exact = gradient(make_llama(initializer_range=0.1, **heads), rows, "float64", "default", padded=True)
+    exact = gradient(make_llama(initializer_range=0.1, **heads), rows, "float64", {}, padded=True)
     padded, packed = (
-        relative_error(gradient(make_llama(initializer_range=0.1, **heads), rows, "bfloat16", "default", each), exact)
+        relative_error(gradient(make_llama(initializer_range=0.1, **heads), rows, "bfloat16", {}, each), exact)
         for each in (True, False)
     )
     assert packed <= 1.2 * padded
 
 
-PRESETS: dict[str, dict[str, object]] = {
-    "default": {},
-    "gspo": {"policy_loss.name": "gspo"},
-    "kl_and_entropy": {"kl.coefficient": 0.1, "algorithm.entropy_coefficient": 0.01},
-}
-
-
-def gradient(model: LlamaForCausalLM, rows: list[Row], dtype: str, preset: str, padded: bool) -> torch.Tensor:
+def gradient(
+    model: LlamaForCausalLM, rows: list[Row], dtype: str, settings: dict[str, Any], padded: bool
+) -> torch.Tensor:
     """Return the gradient that the update gets, divided by the number of tokens."""
-    settings = {"learner.lr": 1e-3, "learner.max_grad_norm": 1e9, "learner.compile": not padded} | PRESETS[preset]
-    core = LearnerCore(model.cuda(), resolved(settings), getattr(torch, dtype))
+    fixed = {"learner.lr": 1e-3, "learner.max_grad_norm": 1e9, "learner.compile": not padded}
+    core = LearnerCore(model.cuda(), resolved(fixed | settings), getattr(torch, dtype))
     if padded:
         core.compute_model.set_attn_implementation("sdpa")
-        options = ForwardOptions(1.0, core.dtype, entropy_gradient=preset == "kl_and_entropy")
+        options = ForwardOptions(1.0, core.dtype, entropy_gradient="algorithm.entropy_coefficient" in settings)
         core._forward = PaddedForward(core.compute_model, options)
     core.accumulate(rows)
     return torch.cat([p.grad.flatten().double() for p in core.parameters.values() if p.grad is not None])
