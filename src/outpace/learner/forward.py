@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention
+from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention, uses_flash
 from outpace.learner.output_head import logprobs_from_logits, token_logprobs
-from outpace.learner.packing import Longs, PackedBatch, pack
+from outpace.learner.packing import MIN_SHARED, Longs, PackedBatch, pack
 from outpace.types import Row
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class ForwardOptions:
 
 
 class Forward(Protocol):
-    shares_prefixes: bool
-    """Whether sharing prefixes saves work: `pack` should."""
+    min_shared: int | None
+    """Argument of `pack`: what sharing saves work."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
 
@@ -74,8 +74,6 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class PackedForward:
-    shares_prefixes = True
-
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear):
@@ -88,6 +86,7 @@ class PackedForward:
         self._head = head
         self._device = model.device
         self._options = options
+        self.min_shared: int | None = MIN_SHARED if uses_flash(self._device, options.dtype) else 1
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
         device, options = self._device, self._options
@@ -114,7 +113,7 @@ class PackedForward:
 class PaddedForward:
     """Runs every segment with its whole context as one padded row."""
 
-    shares_prefixes = False
+    min_shared = None
 
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         self._model: Any = model
