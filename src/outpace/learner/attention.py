@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,14 +63,16 @@ class Bucket:
     queries: int
     keys: int
     distance_BQC: Tensor | None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by sliding window, made once for all layers
 
 
 @dataclass(frozen=True)
 class BucketPlan:
     buckets: list[Bucket]
     queries_P: Tensor  # indices into T, in the order of the buckets
-    keys: Tensor  # indices into T, in the order of the buckets
+    keys: Tensor | None  # indices into T, in the order of the buckets; None: the same as the queries
     restore_T: Tensor  # index of each token among the padded queries
+    padding_P: Tensor  # where queries are padding
 
 
 Plan = FlashPlan | BucketPlan
@@ -247,6 +249,7 @@ def plan_buckets(packed: PackedBatch, device: torch.device) -> BucketPlan:
     buckets: list[Bucket] = []
     queries: list[Longs] = []
     keys: list[Longs] = []
+    histories = units.history_U.any()
     offset_U = np.empty_like(units.queries_U)
     end = 0
     for members in units.kinds():
@@ -255,15 +258,20 @@ def plan_buckets(packed: PackedBatch, device: torch.device) -> BucketPlan:
         offset_U[members] = end + width * np.arange(count)
         end += count * width
         queries.append(units.queries(members, width).ravel())
-        keys.append(queries[-1] if units.whole_U[members[0]] else units.keys(members, context).ravel())
+        if histories:
+            keys.append(queries[-1] if units.whole_U[members[0]] else units.keys(members, context).ravel())
         distance = units.distances(members, width)
         on_device = None if distance is None else torch.from_numpy(distance).to(device)
         buckets.append(Bucket(count, width, context, on_device))
+    restore_T = units.restore(offset_U)
+    padding_P = np.ones(end, dtype=np.bool_)
+    padding_P[restore_T] = False
     return BucketPlan(
         buckets,
         torch.from_numpy(np.concatenate(queries)).to(device),
-        torch.from_numpy(np.concatenate(keys)).to(device),
-        torch.from_numpy(units.restore(offset_U)).to(device),
+        torch.from_numpy(np.concatenate(keys)).to(device) if histories else None,
+        torch.from_numpy(restore_T).to(device),
+        torch.from_numpy(padding_P).to(device),
     )
 
 
@@ -279,11 +287,42 @@ def bucket_width(length: int) -> int:
     return -(-length // step) * step
 
 
+class _Pad(torch.autograd.Function):
+    """Gather tokens into the padded buckets. Gradients of padding are zero, so those of the tokens are gathered too."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, plan: BucketPlan) -> Tensor:
+        ctx.plan = plan
+        return states.index_select(0, plan.queries_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.plan.restore_T), None
+
+
+class _Unpad(torch.autograd.Function):
+    """Gather the tokens from the padded buckets."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, plan: BucketPlan) -> Tensor:
+        ctx.plan = plan
+        return states.index_select(0, plan.restore_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        padded = grad.index_select(0, ctx.plan.queries_P)
+        return padded.masked_fill_(ctx.plan.padding_P[:, None, None], 0.0), None
+
+
 def _attend_buckets(
     plan: BucketPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    queries = query.index_select(0, plan.queries_P)
-    keys, values = (states.index_select(0, plan.keys) for states in (key, value))
+    index = plan.keys
+    queries: Tensor = _Pad.apply(query, plan)  # type: ignore[no-untyped-call]
+    keys, values = (
+        _Pad.apply(states, plan) if index is None else states.index_select(0, index)  # type: ignore[no-untyped-call]
+        for states in (key, value)
+    )
     query_sizes = [bucket.count * bucket.queries for bucket in plan.buckets]
     key_sizes = [bucket.count * bucket.keys for bucket in plan.buckets]
     split = torch.split(queries, query_sizes), torch.split(keys, key_sizes), torch.split(values, key_sizes)
@@ -291,8 +330,8 @@ def _attend_buckets(
         _attend_bucket(*parts, scaling=scaling, sliding_window=sliding_window)
         for parts in zip(plan.buckets, *split, strict=True)
     ]
-    out_P = padded[0] if len(padded) == 1 else torch.cat(padded)
-    return out_P.index_select(0, plan.restore_T)
+    out: Tensor = _Unpad.apply(padded[0] if len(padded) == 1 else torch.cat(padded), plan)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _attend_bucket(
@@ -301,7 +340,9 @@ def _attend_bucket(
     def by_unit(states: Tensor) -> Tensor:  # [B, heads, width, D]
         return states.view(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
 
-    mask = _mask(bucket, sliding_window, query.device)
+    if sliding_window not in bucket.masks:
+        bucket.masks[sliding_window] = _mask(bucket, sliding_window, query)
+    mask = bucket.masks[sliding_window]
     out = functional.scaled_dot_product_attention(
         by_unit(query),
         by_unit(key),
@@ -314,18 +355,18 @@ def _attend_bucket(
     return out.transpose(1, 2).flatten(0, 1)  # [B * Q, H, D]
 
 
-def _mask(bucket: Bucket, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return which keys each query sees, None for all up to itself."""
+def _mask(bucket: Bucket, sliding_window: int | None, query: Tensor) -> Tensor | None:
+    """Return what is added to the scores: -inf for keys that a query does not see. None if it sees all up to itself."""
     distance_BQC = bucket.distance_BQC
     if distance_BQC is None:
         if sliding_window is None or sliding_window >= bucket.queries:
             return None
-        index = torch.arange(bucket.queries, device=device)
+        index = torch.arange(bucket.queries, device=query.device)
         distance_BQC = (index[:, None] - index[None, :])[None]
-    visible = distance_BQC >= 0
+    hidden = distance_BQC < 0
     if sliding_window is not None:
-        visible &= distance_BQC < sliding_window
-    return visible[:, None]
+        hidden |= distance_BQC >= sliding_window
+    return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def segment_attention(

@@ -97,17 +97,31 @@ class PackedForward:
                 use_cache=False,  # with a cache, the transformers mask ignores the bounds of rows
                 segments=plan_attention(packed, device, options.dtype),
             ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, _on_device(packed.sources_N, device)).to(options.dtype)
-        logp_N, entropy_N = token_logprobs(
-            hidden_ND,
+        sources, targets, index_N = packed.sources_N, packed.targets_N, None
+        if self.min_shared == 1:  # many attempts begin or are the same
+            sources, targets, index_N = _distinct_predictions(packed, self._head.out_features)
+        hidden = hidden_TD.index_select(0, _on_device(sources, device)).to(options.dtype)
+        logp, entropy = token_logprobs(
+            hidden,
             self._head.weight,
             self._head.bias,
-            _on_device(packed.targets_N, device),
+            _on_device(targets, device),
             options.temperature,
             options.entropy_gradient,
             options.compiled,
         )
-        return ForwardOutputs(logp_N, entropy_N, hidden_ND if options.hidden else None)
+        found = [logp, entropy, hidden if options.hidden else None]
+        if index_N is not None:
+            index = _on_device(index_N, device)
+            found = [None if values is None else values.index_select(0, index) for values in found]
+        return ForwardOutputs(*found)
+
+
+def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
+    """Return sources and targets of the distinct predictions, and which of them each trained token is."""
+    keys, index_N = np.unique(packed.sources_N * vocabulary + packed.targets_N, return_inverse=True)
+    sources, targets = np.divmod(keys, vocabulary)
+    return sources, targets, index_N
 
 
 class PaddedForward:
