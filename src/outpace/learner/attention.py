@@ -203,15 +203,18 @@ class _Units:
     def queries(self, units: Longs, width: int) -> Longs:
         """Return indices into T. Padding repeats a valid index whose result is never read."""
         inside = np.minimum(np.arange(width), self.queries_U[units, None] - 1)
-        return self._order_T[self._start_U[units, None] + inside]
+        found: Longs = self._order_T[self._start_U[units, None] + inside]
+        return found
 
     def keys(self, units: Longs, width: int) -> Longs:
         first, end = (self._packed.cu_context_S1[self._leader_U[units] + offset, None] for offset in (0, 1))
-        return self._packed.context_K[np.minimum(first + np.arange(width), end - 1)]
+        found: Longs = self._packed.context_K[np.minimum(first + np.arange(width), end - 1)]
+        return found
 
     def restore(self, offset_U: Longs) -> Longs:
         """Return the place of each token among the padded queries. `offset_U`: that of the first token of each unit."""
-        return offset_U[self._unit_T] + self._slot_T
+        found: Longs = offset_U[self._unit_T] + self._slot_T
+        return found
 
     def distances(self, units: Longs, width: int) -> Longs | None:
         """Return how far before each query each key is. None without a history: causal attention without a mask has
@@ -223,7 +226,8 @@ class _Units:
             return None
         histories = histories if len(histories) == 1 else self.history_U[units]
         place = np.arange(width)[:, None] - np.arange(int(histories.max()) + width)
-        return histories[:, None, None] + place
+        found: Longs = histories[:, None, None] + place
+        return found
 
     def _tree_distances(self, units: Longs, width: int) -> Longs:
         """Return how far before each query of a tree each key is, -1 if it is not in its context. A padded query sees

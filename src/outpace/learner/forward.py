@@ -110,11 +110,11 @@ class PackedForward:
             options.entropy_gradient,
             options.compiled,
         )
-        found = [logp, entropy, hidden if options.hidden else None]
-        if index_N is not None:
-            index = _on_device(index_N, device)
-            found = [None if values is None else values.index_select(0, index) for values in found]
-        return ForwardOutputs(*found)
+        if index_N is None:
+            return ForwardOutputs(logp, entropy, hidden if options.hidden else None)
+        index = _on_device(index_N, device)
+        hidden_ND = hidden.index_select(0, index) if options.hidden else None
+        return ForwardOutputs(logp.index_select(0, index), entropy.index_select(0, index), hidden_ND)
 
 
 def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
@@ -127,7 +127,7 @@ def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, 
 class PaddedForward:
     """Runs every segment with its whole context as one padded row."""
 
-    min_shared = None
+    min_shared: int | None = None
 
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         self._model: Any = model
