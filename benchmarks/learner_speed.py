@@ -91,7 +91,7 @@ def measure(case: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]
     core = LearnerCore(model, resolve(make_config(overrides)))
     rows = make_rows(case, model.config.vocab_size)
     if not case.get("shared", True):
-        core._forward.shares_prefixes = False
+        core._forward.min_shared = None
 
     def step() -> None:
         core.accumulate(rows)

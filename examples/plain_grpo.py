@@ -207,7 +207,7 @@ class Learner:
     def _accumulate(self, rows: list[Row]) -> tuple[float, int]:
         """Add the gradient of the unnormalized loss. Sums do not depend on how the batch is split; means would."""
         loss_sum, tokens = 0.0, 0
-        for packed in pack(rows, self.config.learner.resolved_tokens_per_pass):
+        for packed in pack(rows, self.config.learner.resolved_tokens_per_pass, min_shared=self.forward.min_shared):
             sampler_logp_N = torch.from_numpy(packed.sampler_logp_N)
             tokens_N = Tokens(
                 logp_N=self.forward(packed).logp_N,

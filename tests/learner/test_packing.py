@@ -95,7 +95,7 @@ def test_a_prompt_is_packed_once_for_all_attempts_and_a_history_once_for_all_tur
     rows = [with_tokens(row_of(20 + len(tokens), 20), prompt + tokens) for tokens in answers]
     (packed,) = pack(rows, 100)
     assert len(packed.tokens_T) == len(prompt) + (len(answers[1]) - 1) + (len(answers[2]) - 1)
-    (apart,) = pack(rows, 200, share_prefixes=False)
+    (apart,) = pack(rows, 200, min_shared=None)
     assert len(apart.tokens_T) == sum(len(row.tokens) - 1 for row in rows)
 
 

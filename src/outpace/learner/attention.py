@@ -16,9 +16,8 @@ width of its queries and keys, H query heads, D head size.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,23 +63,27 @@ class Bucket:
     queries: int
     keys: int
     distance_BQC: Tensor | None
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)  # by sliding window, made once for all layers
 
 
 @dataclass(frozen=True)
 class BucketPlan:
     buckets: list[Bucket]
     queries_P: Tensor  # indices into T, in the order of the buckets
-    keys: Tensor  # indices into T, in the order of the buckets
+    keys: Tensor | None  # indices into T, in the order of the buckets; None: the same as the queries
     restore_T: Tensor  # index of each token among the padded queries
+    padding_P: Tensor  # where queries are padding
 
 
 Plan = FlashPlan | BucketPlan
 
 
+def uses_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _FLASH_ARGUMENTS is not None
+
+
 def plan_attention(packed: PackedBatch, device: torch.device, dtype: torch.dtype) -> Plan:
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _FLASH_ARGUMENTS is not None:
-        return _plan_flash(packed, device)
-    return plan_buckets(packed, device)
+    return _plan_flash(packed, device) if uses_flash(device, dtype) else plan_buckets(packed, device)
 
 
 # ------------------------------------------------------------------------------------------------------------- flash
@@ -165,69 +168,120 @@ class _Expand(torch.autograd.Function):
 # ----------------------------------------------------------------------------------------------------------- buckets
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Tokens attended together: indices into T. `kind` is the width and, except for trees, the length of the history
-    before the queries: units of one kind fit into one bucket."""
+class _Units:
+    """Small trees of several segments, and every other segment with its context.
 
-    queries: Longs
-    keys: Longs
-    kind: tuple[int, int]
-    segments: Longs
+    Legend: _R trees, _S segments, _U units."""
 
+    def __init__(self, packed: PackedBatch) -> None:
+        self._packed = packed
+        self._lengths_S = np.diff(packed.cu_seqlens_S1)
+        roots_S = packed.context_K[packed.cu_context_S1[:-1]]
+        _, first_R, tree_S, count_R = np.unique(roots_S, return_index=True, return_inverse=True, return_counts=True)
+        size_R = np.bincount(tree_S, self._lengths_S)
+        whole_S = ((count_R > 1) & (size_R <= MAX_TREE))[tree_S]
+        leader_S = np.where(whole_S, first_R[tree_S], np.arange(len(tree_S)))
+        self._leader_U, self._unit_S = np.unique(leader_S, return_inverse=True)
+        self.whole_U = whole_S[self._leader_U]
+        self.queries_U = np.bincount(self._unit_S, self._lengths_S).astype(np.int64)
+        contexts_S = np.diff(packed.cu_context_S1)
+        self.history_U = np.where(self.whole_U, 0, (contexts_S - self._lengths_S)[self._leader_U])
+        unit_T = np.repeat(self._unit_S, self._lengths_S)
+        self._order_T = np.argsort(unit_T, kind="stable")  # tokens by unit
+        self._start_U = np.cumsum(self.queries_U) - self.queries_U
+        self._unit_T = unit_T
+        self._slot_T = np.empty_like(unit_T)  # place in the unit
+        self._slot_T[self._order_T] = np.arange(len(unit_T)) - np.repeat(self._start_U, self.queries_U)
 
-_TREE = -1
+    def kinds(self) -> Iterator[Longs]:
+        """Yield the units of each bucket: similar widths of queries and of the history before them."""
+        columns = (self.whole_U, _rounded_widths(self.history_U), _rounded_widths(self.queries_U))
+        order = np.lexsort(columns)
+        changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+        yield from np.split(order, np.flatnonzero(changes) + 1)
+
+    def queries(self, units: Longs, width: int) -> Longs:
+        """Return indices into T. Padding repeats a valid index whose result is never read."""
+        inside = np.minimum(np.arange(width), self.queries_U[units, None] - 1)
+        found: Longs = self._order_T[self._start_U[units, None] + inside]
+        return found
+
+    def keys(self, units: Longs, width: int) -> Longs:
+        first, end = (self._packed.cu_context_S1[self._leader_U[units] + offset, None] for offset in (0, 1))
+        found: Longs = self._packed.context_K[np.minimum(first + np.arange(width), end - 1)]
+        return found
+
+    def restore(self, offset_U: Longs) -> Longs:
+        """Return the place of each token among the padded queries. `offset_U`: that of the first token of each unit."""
+        found: Longs = offset_U[self._unit_T] + self._slot_T
+        return found
+
+    def distances(self, units: Longs, width: int) -> Longs | None:
+        """Return how far before each query each key is. None without a history: causal attention without a mask has
+        faster kernels."""
+        if self.whole_U[units[0]]:
+            return self._tree_distances(units, width)
+        histories = np.unique(self.history_U[units])
+        if not histories.any():
+            return None
+        histories = histories if len(histories) == 1 else self.history_U[units]
+        place = np.arange(width)[:, None] - np.arange(int(histories.max()) + width)
+        found: Longs = histories[:, None, None] + place
+        return found
+
+    def _tree_distances(self, units: Longs, width: int) -> Longs:
+        """Return how far before each query of a tree each key is, -1 if it is not in its context. A padded query sees
+        one key: attention to nothing would not be finite."""
+        packed, count_S = self._packed, np.diff(self._packed.cu_context_S1)
+        number_U = np.full(len(self.whole_U), -1)
+        number_U[units] = np.arange(len(units))
+        segments = np.flatnonzero(number_U[self._unit_S] >= 0)
+        pairs = self._lengths_S[segments] * count_S[segments]  # of queries and keys
+        segment = np.repeat(segments, pairs)
+        query, key = np.divmod(np.arange(len(segment)) - np.repeat(np.cumsum(pairs) - pairs, pairs), count_S[segment])
+        query += packed.cu_seqlens_S1[segment]
+        key = packed.context_K[packed.cu_context_S1[segment] + key]
+        distances = np.full((len(units), width, width), -1)
+        distances[:, :, 0] = np.where(np.arange(width) < self.queries_U[units, None], -1, 0)
+        place = number_U[self._unit_T[query]], self._slot_T[query], self._slot_T[key]
+        distances[place] = packed.position_ids_T[query] - packed.position_ids_T[key]
+        return distances
 
 
 def plan_buckets(packed: PackedBatch, device: torch.device) -> BucketPlan:
-    by_kind: defaultdict[tuple[int, int], list[_Unit]] = defaultdict(list)
-    for unit in _units(packed):
-        by_kind[unit.kind].append(unit)
+    units = _Units(packed)
     buckets: list[Bucket] = []
     queries: list[Longs] = []
     keys: list[Longs] = []
-    restore_T = np.empty(len(packed.tokens_T), dtype=np.int64)
-    offset = 0
-    for (_, history), units in sorted(by_kind.items(), key=lambda pair: pair[0]):
-        width = max(len(unit.queries) for unit in units)
-        context = max(len(unit.keys) for unit in units)
-        for unit in units:
-            restore_T[unit.queries] = offset + np.arange(len(unit.queries))
-            offset += width
-            # Padding repeats a valid index whose result is never read.
-            queries.append(_padded(unit.queries, width))
-            keys.append(_padded(unit.keys, context))
-        distance = _tree_distances(packed, units, width) if history == _TREE else _distances(history, width)
+    histories = units.history_U.any()
+    offset_U = np.empty_like(units.queries_U)
+    end = 0
+    for members in units.kinds():
+        count, width = len(members), int(units.queries_U[members].max())
+        context = width + int(units.history_U[members].max())
+        offset_U[members] = end + width * np.arange(count)
+        end += count * width
+        queries.append(units.queries(members, width).ravel())
+        if histories:
+            keys.append(queries[-1] if units.whole_U[members[0]] else units.keys(members, context).ravel())
+        distance = units.distances(members, width)
         on_device = None if distance is None else torch.from_numpy(distance).to(device)
-        buckets.append(Bucket(len(units), width, context, on_device))
+        buckets.append(Bucket(count, width, context, on_device))
+    restore_T = units.restore(offset_U)
+    padding_P = np.ones(end, dtype=np.bool_)
+    padding_P[restore_T] = False
     return BucketPlan(
         buckets,
         torch.from_numpy(np.concatenate(queries)).to(device),
-        torch.from_numpy(np.concatenate(keys)).to(device),
+        torch.from_numpy(np.concatenate(keys)).to(device) if histories else None,
         torch.from_numpy(restore_T).to(device),
+        torch.from_numpy(padding_P).to(device),
     )
 
 
-def _units(packed: PackedBatch) -> Iterator[_Unit]:
-    """Yield the small trees of several segments whole, and every other segment with its context."""
-    starts = packed.cu_seqlens_S1
-    roots_S = packed.context_K[packed.cu_context_S1[:-1]]
-    order = np.argsort(roots_S, kind="stable")
-    for segments in np.split(order, np.flatnonzero(np.diff(roots_S[order])) + 1):
-        size = int((starts[segments + 1] - starts[segments]).sum())
-        if len(segments) > 1 and size <= MAX_TREE:
-            tokens = np.concatenate([np.arange(starts[segment], starts[segment + 1]) for segment in segments])
-            yield _Unit(tokens, tokens, (bucket_width(size), _TREE), segments)
-            continue
-        for segment in segments:
-            own = np.arange(starts[segment], starts[segment + 1])
-            context = packed.context_K[packed.cu_context_S1[segment] : packed.cu_context_S1[segment + 1]]
-            history = len(context) - len(own)
-            yield _Unit(own, context, (bucket_width(len(own)), history), segments)
-
-
-def _padded(index: Longs, width: int) -> Longs:
-    return np.pad(index, (0, width - len(index)), mode="edge")
+def _rounded_widths(lengths_U: Longs) -> Longs:
+    distinct, inverse = np.unique(lengths_U, return_inverse=True)
+    return np.array([bucket_width(length) if length else 0 for length in distinct.tolist()])[inverse]
 
 
 def bucket_width(length: int) -> int:
@@ -237,35 +291,42 @@ def bucket_width(length: int) -> int:
     return -(-length // step) * step
 
 
-def _distances(history: int, width: int) -> Longs | None:
-    """Return how far before each query of a segment each key is. None without a history: causal attention without a
-    mask has faster kernels."""
-    if history == 0:
-        return None
-    return (history + np.arange(width)[:, None] - np.arange(history + width))[None]
+class _Pad(torch.autograd.Function):
+    """Gather tokens into the padded buckets. Gradients of padding are zero, so those of the tokens are gathered too."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, plan: BucketPlan) -> Tensor:
+        ctx.plan = plan
+        return states.index_select(0, plan.queries_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.index_select(0, ctx.plan.restore_T), None
 
 
-def _tree_distances(packed: PackedBatch, units: list[_Unit], width: int) -> Longs:
-    """Return how far before each query of a tree each key is, -1 if it is not in its context. A padded query sees one
-    key: attention to nothing would not be finite."""
-    distances = np.full((len(units), width, width), -1, dtype=np.int64)
-    place_T = np.empty(len(packed.tokens_T), dtype=np.int64)
-    for distance, unit in zip(distances, units, strict=True):
-        place_T[unit.queries] = np.arange(len(unit.queries))
-        positions = packed.position_ids_T[unit.queries]
-        for segment in unit.segments:
-            own = place_T[np.arange(packed.cu_seqlens_S1[segment], packed.cu_seqlens_S1[segment + 1])]
-            context = place_T[packed.context_K[packed.cu_context_S1[segment] : packed.cu_context_S1[segment + 1]]]
-            distance[np.ix_(own, context)] = positions[own][:, None] - positions[context]
-        distance[len(unit.queries) :, 0] = 0
-    return distances
+class _Unpad(torch.autograd.Function):
+    """Gather the tokens from the padded buckets."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, plan: BucketPlan) -> Tensor:
+        ctx.plan = plan
+        return states.index_select(0, plan.restore_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        padded = grad.index_select(0, ctx.plan.queries_P)
+        return padded.masked_fill_(ctx.plan.padding_P[:, None, None], 0.0), None
 
 
 def _attend_buckets(
     plan: BucketPlan, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    queries = query.index_select(0, plan.queries_P)
-    keys, values = (states.index_select(0, plan.keys) for states in (key, value))
+    index = plan.keys
+    queries: Tensor = _Pad.apply(query, plan)  # type: ignore[no-untyped-call]
+    keys, values = (
+        _Pad.apply(states, plan) if index is None else states.index_select(0, index)  # type: ignore[no-untyped-call]
+        for states in (key, value)
+    )
     query_sizes = [bucket.count * bucket.queries for bucket in plan.buckets]
     key_sizes = [bucket.count * bucket.keys for bucket in plan.buckets]
     split = torch.split(queries, query_sizes), torch.split(keys, key_sizes), torch.split(values, key_sizes)
@@ -273,8 +334,8 @@ def _attend_buckets(
         _attend_bucket(*parts, scaling=scaling, sliding_window=sliding_window)
         for parts in zip(plan.buckets, *split, strict=True)
     ]
-    out_P = padded[0] if len(padded) == 1 else torch.cat(padded)
-    return out_P.index_select(0, plan.restore_T)
+    out: Tensor = _Unpad.apply(padded[0] if len(padded) == 1 else torch.cat(padded), plan)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _attend_bucket(
@@ -283,7 +344,9 @@ def _attend_bucket(
     def by_unit(states: Tensor) -> Tensor:  # [B, heads, width, D]
         return states.view(bucket.count, -1, *states.shape[1:]).transpose(1, 2)
 
-    mask = _mask(bucket, sliding_window, query.device)
+    if sliding_window not in bucket.masks:
+        bucket.masks[sliding_window] = _mask(bucket, sliding_window, query)
+    mask = bucket.masks[sliding_window]
     out = functional.scaled_dot_product_attention(
         by_unit(query),
         by_unit(key),
@@ -296,18 +359,18 @@ def _attend_bucket(
     return out.transpose(1, 2).flatten(0, 1)  # [B * Q, H, D]
 
 
-def _mask(bucket: Bucket, sliding_window: int | None, device: torch.device) -> Tensor | None:
-    """Return which keys each query sees, None for all up to itself."""
+def _mask(bucket: Bucket, sliding_window: int | None, query: Tensor) -> Tensor | None:
+    """Return what is added to the scores: -inf for keys that a query does not see. None if it sees all up to itself."""
     distance_BQC = bucket.distance_BQC
     if distance_BQC is None:
         if sliding_window is None or sliding_window >= bucket.queries:
             return None
-        index = torch.arange(bucket.queries, device=device)
+        index = torch.arange(bucket.queries, device=query.device)
         distance_BQC = (index[:, None] - index[None, :])[None]
-    visible = distance_BQC >= 0
+    hidden = distance_BQC < 0
     if sliding_window is not None:
-        visible &= distance_BQC < sliding_window
-    return visible[:, None]
+        hidden |= distance_BQC >= sliding_window
+    return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None]
 
 
 def segment_attention(

@@ -108,7 +108,7 @@ class LearnerCore:
         )
 
     def _pack(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[PackedBatch]:
-        return pack(rows, self.config.learner.resolved_tokens_per_pass, extras, self._forward.shares_prefixes)
+        return pack(rows, self.config.learner.resolved_tokens_per_pass, extras, self._forward.min_shared)
 
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
         reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
@@ -314,7 +314,7 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
 
 
 def _scores(forward: Forward, rows: Sequence[Row], tokens_per_pass: int) -> Iterator[Floats]:
-    for packed in pack(rows, tokens_per_pass, share_prefixes=forward.shares_prefixes):
+    for packed in pack(rows, tokens_per_pass, min_shared=forward.min_shared):
         logp_N = forward(packed).logp_N.float().cpu().numpy()
         yield from np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention
+from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention, uses_flash
 from outpace.learner.output_head import logprobs_from_logits, token_logprobs
-from outpace.learner.packing import Longs, PackedBatch, pack
+from outpace.learner.packing import MIN_SHARED, Longs, PackedBatch, pack
 from outpace.types import Row
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class ForwardOptions:
 
 
 class Forward(Protocol):
-    shares_prefixes: bool
-    """Whether sharing prefixes saves work: `pack` should."""
+    min_shared: int | None
+    """Argument of `pack`: what sharing saves work."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
 
@@ -74,8 +74,6 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class PackedForward:
-    shares_prefixes = True
-
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if not isinstance(head, nn.Linear):
@@ -88,6 +86,7 @@ class PackedForward:
         self._head = head
         self._device = model.device
         self._options = options
+        self.min_shared: int | None = MIN_SHARED if uses_flash(self._device, options.dtype) else 1
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
         device, options = self._device, self._options
@@ -98,23 +97,37 @@ class PackedForward:
                 use_cache=False,  # with a cache, the transformers mask ignores the bounds of rows
                 segments=plan_attention(packed, device, options.dtype),
             ).last_hidden_state[0]
-        hidden_ND = hidden_TD.index_select(0, _on_device(packed.sources_N, device)).to(options.dtype)
-        logp_N, entropy_N = token_logprobs(
-            hidden_ND,
+        sources, targets, index_N = packed.sources_N, packed.targets_N, None
+        if self.min_shared == 1:  # many attempts begin or are the same
+            sources, targets, index_N = _distinct_predictions(packed, self._head.out_features)
+        hidden = hidden_TD.index_select(0, _on_device(sources, device)).to(options.dtype)
+        logp, entropy = token_logprobs(
+            hidden,
             self._head.weight,
             self._head.bias,
-            _on_device(packed.targets_N, device),
+            _on_device(targets, device),
             options.temperature,
             options.entropy_gradient,
             options.compiled,
         )
-        return ForwardOutputs(logp_N, entropy_N, hidden_ND if options.hidden else None)
+        if index_N is None:
+            return ForwardOutputs(logp, entropy, hidden if options.hidden else None)
+        index = _on_device(index_N, device)
+        hidden_ND = hidden.index_select(0, index) if options.hidden else None
+        return ForwardOutputs(logp.index_select(0, index), entropy.index_select(0, index), hidden_ND)
+
+
+def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
+    """Return sources and targets of the distinct predictions, and which of them each trained token is."""
+    keys, index_N = np.unique(packed.sources_N * vocabulary + packed.targets_N, return_inverse=True)
+    sources, targets = np.divmod(keys, vocabulary)
+    return sources, targets, index_N
 
 
 class PaddedForward:
     """Runs every segment with its whole context as one padded row."""
 
-    shares_prefixes = False
+    min_shared: int | None = None
 
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         self._model: Any = model

@@ -33,7 +33,8 @@ from outpace.types import Floats, Ints, Row
 Longs = NDArray[np.int64]
 
 MIN_SHARED = 8
-"""Shortest prefix that is shared: a segment costs about as much as the computation of so many tokens."""
+"""Shortest prefix that is shared where every segment is attended alone: a segment then costs about as much as the
+computation of so many tokens. Everywhere, rows have a common root only if they share so many tokens."""
 
 CONTEXT_PER_SHARED_TOKEN = 32
 """Tokens of context for each of which one more token must be shared: every segment copies the keys of its context."""
@@ -71,29 +72,39 @@ class PackedBatch:
 
 def input_length(row: Row) -> int:
     """Return how many tokens of the row are model input; 0 if the row has no trained token."""
-    trained = np.flatnonzero(row.mask)
-    return int(trained[-1]) if trained.size else 0
+    return max(0, row.mask.tobytes().rfind(1))
 
 
 def pack(
-    rows: Sequence[Row], tokens_per_pass: int, extras: Sequence[Extras] = (), share_prefixes: bool = True
+    rows: Sequence[Row],
+    tokens_per_pass: int,
+    extras: Sequence[Extras] = (),
+    min_shared: int | None = MIN_SHARED,
 ) -> list[PackedBatch]:
     """Fill passes greedily in row order. Rows without trained tokens are left out.
 
-    `extras` is empty or has one entry per row, all with the same names."""
+    `extras` is empty or has one entry per row, all with the same names. `min_shared` is the number of tokens with which
+    a branch of the tree begins to be shared, None if nothing is."""
+    check_rows(rows)
     extras = extras or [_NO_EXTRAS] * len(rows)
-    passes = _passes(zip(rows, extras, strict=True), tokens_per_pass, share_prefixes)
-    return [_join(tree, documents) for tree, documents in passes]
+    passes = _passes(zip(rows, extras, strict=True), tokens_per_pass, min_shared)
+    return [_join(documents) for documents in passes]
 
 
 @dataclass(eq=False)
 class _Segment:
-    """A run of tokens with the same history: that of `parent`, then the parent itself."""
+    """A run of tokens with the same history: that of `parent`, then the parent itself. `children` are found by their
+    first `key_length` tokens."""
 
     tokens: Ints
     offset: int  # position of the first token in its rows
     parent: _Segment | None
-    children: dict[bytes, _Segment] = field(default_factory=dict)  # by their first `MIN_SHARED` tokens
+    key_length: int
+    children: dict[bytes, _Segment] = field(default_factory=dict)
+
+    def key(self, tokens: Ints) -> bytes | None:
+        """Return the key of a child that begins with `tokens`, None if they are too few."""
+        return tokens[: self.key_length].tobytes() if len(tokens) >= self.key_length else None
 
 
 @dataclass(frozen=True)
@@ -104,35 +115,44 @@ class _Document:
 
 
 class _PrefixTree:
-    def __init__(self, share_prefixes: bool) -> None:
+    def __init__(self, min_shared: int | None) -> None:
         self.size = 0  # tokens of all segments
-        self._shares = share_prefixes
-        self._root = _Segment(np.zeros(0, dtype=np.int32), 0, None)
+        self._min_shared = min_shared
+        self._root = _Segment(np.zeros(0, dtype=np.int32), 0, None, MIN_SHARED)
+        self._rows: dict[bytes, _Segment] = {}  # the last segment of every row
 
-    def shared_length(self, tokens: Ints) -> int:
-        """Return how many of the first tokens the tree already has."""
+    def insert(self, tokens: Ints, limit: int) -> _Segment | None:
+        """Add a row. Return the segment that it ends with, or None if the tree would exceed `limit` tokens."""
+        if self._min_shared is None:
+            return self._append(self._root, tokens, 0, limit)
+        whole = tokens.tobytes()
+        if (known := self._rows.get(whole)) is not None:
+            return known if self.size <= limit else None
         segment, common = self._match(tokens)
-        return segment.offset + common
-
-    def insert(self, tokens: Ints) -> _Segment:
-        """Add a row. Return the segment that it ends with."""
-        segment, common = self._match(tokens)
+        end = segment.offset + common
+        if self.size + len(tokens) - end > limit:
+            return None
         if common < len(segment.tokens):
             segment = self._split(segment, common)
-        rest = tokens[segment.offset + common :]
-        if len(rest) == 0:
-            return segment
-        leaf = _Segment(rest, segment.offset + common, segment)
-        self.size += len(rest)
-        if (key := _key(rest)) is not None:
-            segment.children.setdefault(key, leaf)
+        last = segment if end == len(tokens) else self._append(segment, tokens[end:], end, limit)
+        if last is not None:
+            self._rows[whole] = last
+        return last
+
+    def _append(self, parent: _Segment, tokens: Ints, offset: int, limit: int) -> _Segment | None:
+        if self.size + len(tokens) > limit:
+            return None
+        self.size += len(tokens)
+        leaf = _Segment(tokens, offset, parent, self._min_shared or MIN_SHARED)
+        if (key := parent.key(tokens)) is not None:
+            parent.children.setdefault(key, leaf)
         return leaf
 
     def _match(self, tokens: Ints) -> tuple[_Segment, int]:
         """Return the last segment on the way of these tokens, and how many of its tokens are theirs."""
         segment, end = self._root, 0
-        while self._shares and (key := _key(tokens[end:])) is not None and (child := segment.children.get(key)):
-            common = _common_prefix(child.tokens, tokens[end:])
+        while (key := segment.key(rest := tokens[end:])) is not None and (child := segment.children.get(key)):
+            common = _common_prefix(child.tokens, rest)
             if common < len(child.tokens):
                 worthwhile = common * CONTEXT_PER_SHARED_TOKEN >= end
                 return (child, common) if worthwhile else (segment, len(segment.tokens))
@@ -141,43 +161,42 @@ class _PrefixTree:
 
     def _split(self, segment: _Segment, at: int) -> _Segment:
         """Split a segment in two, the second of which keeps its identity. Return the first."""
-        parent, key = segment.parent, _key(segment.tokens)
+        parent = segment.parent
         assert parent is not None
+        key = parent.key(segment.tokens)
         assert key is not None
-        first = _Segment(segment.tokens[:at], segment.offset, parent)
+        first = _Segment(segment.tokens[:at], segment.offset, parent, segment.key_length)
         parent.children[key] = first
         segment.tokens, segment.offset, segment.parent = segment.tokens[at:], segment.offset + at, first
-        if (rest_key := _key(segment.tokens)) is not None:
+        if (rest_key := first.key(segment.tokens)) is not None:
             first.children[rest_key] = segment
         return first
 
 
-def _key(tokens: Ints) -> bytes | None:
-    return tokens[:MIN_SHARED].tobytes() if len(tokens) >= MIN_SHARED else None
-
-
 def _common_prefix(left: Ints, right: Ints) -> int:
     size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
+    different = (left[:size] != right[:size]).nonzero()[0]
     return int(different[0]) if different.size else size
 
 
 def _passes(
-    documents: Iterable[tuple[Row, Extras]], tokens_per_pass: int, share_prefixes: bool
-) -> Iterator[tuple[_PrefixTree, list[_Document]]]:
-    tree, current = _PrefixTree(share_prefixes), list[_Document]()
+    documents: Iterable[tuple[Row, Extras]], tokens_per_pass: int, min_shared: int | None
+) -> Iterator[list[_Document]]:
+    tree, current = _PrefixTree(min_shared), list[_Document]()
     for row, extras in documents:
-        check_rows([row])
         length = input_length(row)
         if length == 0:
             continue
         tokens = np.ascontiguousarray(row.tokens[:length], dtype=np.int32)
-        if current and tree.size + length - tree.shared_length(tokens) > tokens_per_pass:
-            yield tree, current
-            tree, current = _PrefixTree(share_prefixes), []
-        current.append(_Document(row, extras, tree.insert(tokens)))
+        last = tree.insert(tokens, tokens_per_pass if current else length)
+        if last is None:
+            yield current
+            tree, current = _PrefixTree(min_shared), []
+            last = tree.insert(tokens, length)
+            assert last is not None, "a row fits into a pass of its own"
+        current.append(_Document(row, extras, last))
     if current:
-        yield tree, current
+        yield current
 
 
 class _Layout:
@@ -185,49 +204,54 @@ class _Layout:
 
     def __init__(self, documents: Iterable[_Document]) -> None:
         self.segments: list[_Segment] = []
-        self._contexts: dict[_Segment, Longs] = {}
+        self.contexts: list[Longs] = []  # places of the whole history and the tokens of each segment
+        self._numbers: dict[_Segment, int] = {}
         self._end = 0
-        for document in documents:
-            self.context(document.last)
+        self.last_D = np.array([self._number(document.last) for document in documents])
 
-    def context(self, segment: _Segment) -> Longs:
-        """Return the places of the segment's whole history and of its own tokens."""
+    def _number(self, segment: _Segment) -> int:
+        """Return the index of a segment among all, adding it after its missing ancestors."""
         missing = []
         ancestor: _Segment | None = segment
-        while ancestor is not None and ancestor.parent is not None and ancestor not in self._contexts:
+        while ancestor is not None and ancestor.parent is not None and ancestor not in self._numbers:
             missing.append(ancestor)
             ancestor = ancestor.parent
         for new in reversed(missing):
             own = np.arange(self._end, self._end + len(new.tokens))
-            before = self._contexts.get(new.parent) if new.parent is not None else None
-            self._contexts[new] = own if before is None else np.concatenate([before, own])
+            before = self._numbers.get(new.parent) if new.parent is not None else None  # None: the parent is the root
+            self.contexts.append(own if before is None else np.concatenate([self.contexts[before], own]))
+            self._numbers[new] = len(self.segments)
             self.segments.append(new)
             self._end += len(new.tokens)
-        return self._contexts[segment]
+        return self._numbers[segment]
 
 
-def _join(tree: _PrefixTree, documents: list[_Document]) -> PackedBatch:
-    layout = _Layout(documents)
-    rows, segments = [document.row for document in documents], layout.segments
-    trained = [np.flatnonzero(row.mask) for row in rows]
-    contexts = [layout.context(segment) for segment in segments]
-    sources = [layout.context(document.last)[index - 1] for document, index in zip(documents, trained, strict=True)]
+def _join(documents: list[_Document]) -> PackedBatch:
+    layout, rows = _Layout(documents), [document.row for document in documents]
+    segments, lengths = layout.segments, np.array([len(row.tokens) for row in rows])
+    trained = np.concatenate([row.mask for row in rows]).nonzero()[0]  # places in all rows
+    sequence_N = np.repeat(np.arange(len(rows)), lengths)[trained]
+    index_N = trained - (np.cumsum(lengths) - lengths)[sequence_N]  # of each trained token in its row
+    context_K, cu_context_S1 = np.concatenate(layout.contexts), _bounds([len(each) for each in layout.contexts])
+    cu_seqlens_S1 = _bounds([len(segment.tokens) for segment in segments])
+    offsets = np.array([segment.offset for segment in segments]) - cu_seqlens_S1[:-1]
+    position_ids_T = np.arange(cu_seqlens_S1[-1]) + np.repeat(offsets, np.diff(cu_seqlens_S1))
 
     def trained_values(name: str) -> NDArray[np.generic]:
-        return np.concatenate([getattr(row, name)[index] for row, index in zip(rows, trained, strict=True)])
+        return np.concatenate([getattr(row, name) for row in rows])[trained]
 
     return PackedBatch(
         tokens_T=np.concatenate([segment.tokens for segment in segments]).astype(np.int64),
-        position_ids_T=np.concatenate([s.offset + np.arange(len(s.tokens), dtype=np.int64) for s in segments]),
-        cu_seqlens_S1=_bounds([len(segment.tokens) for segment in segments]),
-        context_K=np.concatenate(contexts),
-        cu_context_S1=_bounds([len(context) for context in contexts]),
-        sources_N=np.concatenate(sources),
+        position_ids_T=position_ids_T,
+        cu_seqlens_S1=cu_seqlens_S1,
+        context_K=context_K,
+        cu_context_S1=cu_context_S1,
+        sources_N=context_K[cu_context_S1[layout.last_D][sequence_N] + index_N - 1],
         targets_N=trained_values("tokens").astype(np.int64),
         sampler_logp_N=trained_values("logprobs").astype(np.float32),
         advantages_N=trained_values("advantages").astype(np.float32),
         versions_N=trained_values("versions").astype(np.int32),
-        sequence_N=np.repeat(np.arange(len(rows)), [len(index) for index in trained]),
+        sequence_N=sequence_N,
         rows=len(rows),
         extras={name: np.concatenate([d.extras[name] for d in documents]) for name in documents[0].extras},
     )
