@@ -86,10 +86,11 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
 
 def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
     """Return the oldest and newest policy version among the sampled tokens."""
-    versions = [each.versions[each.mask] for each in sampled if each.mask.any()]
-    if not versions:
+    versions = [each.versions[each.mask] for each in sampled]
+    if not any(map(len, versions)):
         return OBSERVED, OBSERVED
-    return min(int(each.min()) for each in versions), max(int(each.max()) for each in versions)
+    every = np.concatenate(versions)
+    return int(every.min()), int(every.max())
 
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:

@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from outpace.checkpoint.turn_log import TurnLog, digest_request
 from outpace.config import Config
@@ -38,8 +39,7 @@ ABORT_GRACE_S = 2.0
 DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
 
 
-@dataclass(frozen=True)
-class ReservedRequest:
+class ReservedRequest(NamedTuple):
     """A request with its id and sampling seed, not sent yet."""
 
     id: str
@@ -114,18 +114,20 @@ class EpisodeRequests:
         top_p and top_k must stay as configured."""
         rollout, number = self._rollout, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
-        if not self._any_distribution:
+        if overrides and not self._any_distribution:
             _check_distribution(rollout, overrides)
-        fields: dict[str, Any] = {
-            "max_tokens": rollout.max_tokens,
-            "seed": request_seed(self._seed, draw, self._episode, number),
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "stop_ids": list(stop_ids),
-            "stop_strings": list(rollout.stop),
-        }
-        sampling = Sampling(**(fields | overrides))
+        assert rollout.max_tokens is not None, "the config must be resolved"
+        sampling = Sampling(
+            max_tokens=rollout.max_tokens,
+            seed=request_seed(self._seed, draw, self._episode, number),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_ids=list(stop_ids),
+            stop_strings=list(rollout.stop),
+        )
+        if overrides:
+            sampling = msgspec.structs.replace(sampling, **overrides)
         prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
         self.ids.append(f"{prefix}{self._order.group}.{self._episode}.{number}")
         return ReservedRequest(self.ids[-1], number, sampling)
@@ -167,8 +169,9 @@ class EpisodeRequests:
 
     async def abort_all(self) -> None:
         """Abort all in-flight requests and count their tokens."""
-        abandoned_requests, self._open = self._open, {}
-        await self._abort(abandoned_requests)
+        if self._open:
+            abandoned_requests, self._open = self._open, {}
+            await self._abort(abandoned_requests)
         if self._aborting:
             await asyncio.wait(self._aborting)
 
@@ -178,11 +181,10 @@ class EpisodeRequests:
 
     async def _abort(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
         """Abort requests in a separate task, so that a second cancellation cannot prevent counting their tokens."""
-        if abandoned_requests:
-            aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
-            self._aborting.add(aborting)
-            aborting.add_done_callback(self._aborting.discard)
-            await asyncio.shield(aborting)
+        aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
+        await asyncio.shield(aborting)
 
     async def _abort_and_count(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
         """Abort the requests and count their tokens. Bounded in time, and never raises an engine error: the episode is

@@ -44,7 +44,8 @@ from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grading import GradedCompletion, GraderPool, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
-from outpace.rollouts.client import PolicyClient, RenderedPrompts
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.conversation import RenderedPrompts
 from outpace.rollouts.episode import failed_episode, has_reward, run_episode, take_episodes
 from outpace.rollouts.gateway.server import Gateway
 from outpace.rollouts.group_scoring import (

@@ -145,10 +145,11 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             if failure is not None:
                 raise failure
         return [task.result() for task in tasks]
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class LoopFairness:
