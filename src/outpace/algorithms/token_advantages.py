@@ -361,15 +361,16 @@ def trajectory_problem(trajectory: Trajectory, min_version: Version = 0) -> str 
     """Return why a trajectory cannot be trained on, or None. A rollout may have built it by hand.
 
     Tokens sampled before `min_version` would exceed the staleness bound."""
-    columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
+    tokens, mask, logprobs, versions = trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions
+    columns = (tokens, mask, logprobs, versions)
     if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
         return "its columns must be one-dimensional arrays"
-    if len({len(column) for column in columns}) != 1:
+    if not len(tokens) == len(mask) == len(logprobs) == len(versions):
         return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
-    if trajectory.mask.dtype != np.bool_:
-        return f"its mask has dtype {trajectory.mask.dtype}, not bool"
-    versions_T = trajectory.versions[trajectory.mask]
-    if not np.logical_and.reduce(np.isfinite(trajectory.logprobs[trajectory.mask])):
+    if mask.dtype != np.bool_:
+        return f"its mask has dtype {mask.dtype}, not bool"
+    versions_T = versions[mask]
+    if not np.logical_and.reduce(np.isfinite(logprobs[mask])):
         return "a sampled token has no finite logprob"
     oldest = np.minimum.reduce(versions_T) if len(versions_T) else min_version
     if oldest < 0:

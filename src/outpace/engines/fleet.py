@@ -251,9 +251,8 @@ class EngineFleet:
     async def _engine_for(self, request: InFlightRequest) -> str | None:
         """Wait for an engine that can serve the request. Return None if it is aborted."""
         while not request.aborted:
-            changed = self._changed
-            names = self._router.names
-            excluded = request.excluded | {name for name in names if not self._connections.is_reachable(name)}
+            changed, names, is_reachable = self._changed, self._router.names, self._connections.is_reachable
+            excluded = request.excluded.union([name for name in names if not is_reachable(name)])
             self._check_servable(request, names)
             now = time.monotonic()
             interrupted_by, request.interrupted_by = request.interrupted_by, None

@@ -156,8 +156,14 @@ class Meter:
         assert weight >= 0, f"{name}: weight {weight}"
         known = self._aggregates.get(name)
         rule = self._rule(name) if known is None else known.rule
-        if weight or rule == "ratio":
-            self._merge(name, single(rule, float(value), float(weight)))
+        if known is None:
+            if weight or rule == "ratio":
+                self._aggregates[name] = single(rule, float(value), float(weight))
+        elif rule in ("sum", "mean"):  # the most frequent rules, without another object
+            known.weight += weight
+            known.total += value * weight
+        elif weight or rule == "ratio":
+            merge(known, single(rule, float(value), float(weight)))
 
     def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Add a histogram (value -> count) as `name/mean`, `name/p95` and `name/max`."""

@@ -188,7 +188,10 @@ def _source(sources: Sequence[str], observed: int, start: int) -> str:
 
 def _mean_advantage(rows: Sequence[Row]) -> float | None:
     known = [row.advantages[row.mask] for row in rows if len(row.advantages)]
-    return _rounded(float(np.concatenate(known).mean())) if known else None
+    if not known:
+        return None
+    advantages_T = known[0] if len(known) == 1 else np.concatenate(known)
+    return _rounded(np.add.reduce(advantages_T) / len(advantages_T))
 
 
 def _single_if_equal(values: list[N]) -> N | list[N]:

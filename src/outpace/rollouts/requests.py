@@ -28,6 +28,7 @@ from outpace.config import Config
 from outpace.config.sections import RolloutConfig
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
+from outpace.runtime.async_tools import uncancelled
 from outpace.runtime.rng import request_seed
 from outpace.types import Generation, GroupOrder, Ints, Sampling
 
@@ -55,6 +56,7 @@ class RecordedTurns:
         self._order = order
         self._known: dict[tuple[int, int, bytes], Generation] = {}  # by episode, request number and request digest
         self.reused = 0
+        self.closed = False
 
     async def load(self) -> None:
         """Load the answers of an earlier attempt at this group, except those older than its `min_version`. If a request
@@ -80,7 +82,7 @@ class RecordedTurns:
     def close(self) -> None:
         """Mark the recorded answers as no longer needed, and stop recording: answers of abandoned requests may still
         arrive, and nothing would delete them later."""
-        log, self._log = self._log, None
+        log, self._log, self.closed = self._log, None, True
         if log is not None:
             log.close_group(self._order.position)
 
@@ -149,8 +151,8 @@ class EpisodeRequests:
         answer = asyncio.ensure_future(generating)
         self._open[request.id] = answer
         try:
-            # Shielded: after a cancellation the request is aborted below, and its tokens are still counted.
-            generation = await asyncio.shield(answer)
+            # Not cancelled with this task: the request is aborted below, and its tokens are still counted.
+            generation = await uncancelled(answer)
         except asyncio.CancelledError:
             if self._open.pop(request.id, None) is not None:
                 await self._abort({request.id: answer})

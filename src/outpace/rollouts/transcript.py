@@ -67,7 +67,7 @@ class TrajectoryBuilder:
             versions=_joined([piece.versions for piece in pieces], np.int32),
             role=role,
             reward=reward,
-            turn_rewards=np.array(turn_rewards, dtype=np.float32),
+            turn_rewards=np.array(turn_rewards, dtype=np.float32) if turn_rewards else np.zeros(0, dtype=np.float32),
             sources=[", ".join(sources) for sources in self._sources],
         )
 
