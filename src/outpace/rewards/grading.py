@@ -165,8 +165,7 @@ MAX_THREADS = 8
 """Concurrent synchronous calls per event loop. Further calls wait; their timeout starts when they run."""
 
 
-@dataclass(frozen=True)
-class GradedCompletion:
+class GradedCompletion(msgspec.Struct, frozen=True):
     """Scores of one completion. `parts` holds the unweighted scores of the functions that applied."""
 
     total: float | None

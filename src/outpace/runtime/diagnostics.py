@@ -23,7 +23,7 @@ _waits: dict[int, tuple[str, float]] = {}
 _ids = itertools.count()
 
 
-class waiting:  # noqa: N801
+class waiting:  # noqa: N801 - used like `suppress`
     """Context manager that registers a wait until the block ends. Thread-safe."""
 
     __slots__ = ("_number", "_reason")
