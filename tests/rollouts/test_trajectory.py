@@ -46,19 +46,11 @@ def test_tokens_keep_their_order_and_only_sampled_tokens_are_trainable(
             builder.observe(tokens)
     built = builder.build()
     flat = [(token, sampled, version) for sampled, tokens, version in pieces for token in tokens]
-    assert built.tokens.tolist() == builder.prefix().tolist() == [token for token, _, _ in flat]
+    assert built.tokens.tolist() == [token for token, _, _ in flat]
     assert built.mask.tolist() == [sampled for _, sampled, _ in flat]
     assert built.versions.tolist() == [version if sampled else OBSERVED for _, sampled, version in flat]
     assert built.logprobs.tolist() == [-0.5 if sampled else 0.0 for _, sampled, _ in flat]
-    assert len(builder) == len(flat)
     assert trajectory_problem(built) is None
-
-
-def test_last_is_the_newest_token() -> None:
-    builder = TrajectoryBuilder()
-    assert builder.last is None
-    builder.observe([5, 6])
-    assert builder.last == 6
 
 
 def test_the_arrays_have_their_stored_dtypes() -> None:

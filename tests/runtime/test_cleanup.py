@@ -147,7 +147,7 @@ async def main(root):
     spec = ComponentSpec("toy", "runtime_support:build", "runtime_support:Toy", {"builds": f"{root}/built"})
     with open(Path(root) / "log", "wb") as log:
         child = await ChildProcess.start("outpace.runtime.child", environment={}, output=log)
-    await child.channel.send(spec)
+    child.channel.send(spec)
     child.channel.close()
     print(child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -125,7 +125,7 @@ async def test_a_reply_to_a_call_that_was_not_made_fails_the_connection(ends: tu
     remote = proxy(Shop, near, "shop")
     call = asyncio.create_task(remote.wait())
     await far.receive()
-    await far.send(RpcReply(10**6, wire.encode(None)))
+    far.send(RpcReply(10**6, wire.encode(None)))
     with pytest.raises(errors.ComponentFailed, match="1000000"):
         await call
     close_proxy(remote)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
 
 import msgspec
@@ -41,8 +42,8 @@ TURN_REWARDS = "turn_rewards"
 
 @dataclass(frozen=True)
 class Attempt:
-    """One episode's rows of one role. `rows` are indices in time order. `rewards_T` is the reward at each token, except
-    for `reward`, which arrives at the end. `turn_T` is the turn of each token, counted over all rows."""
+    """One episode's rows of one role. `rows` are indices in time order, `masks` their masks. `rewards_T` is the reward
+    at each token, except for `reward`, which arrives at the end."""
 
     episode: int
     role: str
@@ -50,7 +51,17 @@ class Attempt:
     reward: float
     parts: Mapping[str, float]
     rewards_T: Doubles
-    turn_T: NDArray[np.int64]
+    masks: list[Bools] = field(default_factory=list)
+
+    @cached_property
+    def turn_T(self) -> NDArray[np.int64]:
+        """The turn of each token, counted over all rows."""
+        numbers: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+        before = 0
+        for mask in self.masks:
+            numbers.append(turn_numbers(mask) + before)
+            before = int(numbers[-1][-1]) + 1 if len(numbers[-1]) else before
+        return np.concatenate(numbers)
 
     @property
     def turns(self) -> int:
@@ -59,7 +70,7 @@ class Attempt:
     @property
     def total_return(self) -> float:
         """The undiscounted return of the attempt."""
-        return self.reward + float(self.rewards_T.sum())
+        return self.reward + float(np.add.reduce(self.rewards_T))
 
     def turn_returns(self, gamma: float) -> Doubles:
         """Return from each turn on, discounted per turn."""
@@ -95,7 +106,9 @@ def split_attempts(
         reward = rewards[episode] if own is None else rows[indices[0]].reward
         assert reward is not None
         by_name = _individual_rewards([rows[index] for index in indices], parts[episode] if parts else {})
-        attempts.append(Attempt(episode, role, indices, reward, by_name, np.concatenate(pieces), _turns(rows, indices)))
+        rewards_T = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        masks = [rows[index].mask for index in indices]
+        attempts.append(Attempt(episode, role, indices, reward, by_name, rewards_T, masks))
     attempts += _untrained_attempts({row.episode for row in rows}, rows_of_attempt, rewards, parts)
     return sorted(attempts, key=lambda attempt: attempt.episode)
 
@@ -113,20 +126,10 @@ def _untrained_attempts(
     rewards: Sequence[float],
     parts: Sequence[Mapping[str, float]],
 ) -> Iterator[Attempt]:
-    no_rewards_T, no_turns_T = np.zeros(0), np.zeros(0, dtype=np.int64)
     for role in sorted({role for _, role, own in rows_of_attempt if own is None}):
         for episode in set(range(len(rewards))) - seen:
             by_name = parts[episode] if parts else {}
-            yield Attempt(episode, role, [], rewards[episode], by_name, no_rewards_T, no_turns_T)
-
-
-def _turns(rows: Sequence[Row], indices: list[int]) -> NDArray[np.int64]:
-    numbers: list[NDArray[np.int64]] = []
-    before = 0
-    for index in indices:
-        numbers.append(turn_numbers(rows[index].mask) + before)
-        before = int(numbers[-1][-1]) + 1 if len(numbers[-1]) else before
-    return np.concatenate(numbers)
+            yield Attempt(episode, role, [], rewards[episode], by_name, np.zeros(0))
 
 
 def _individual_rewards(rows: list[Row], of_episode: Mapping[str, float]) -> dict[str, float]:
@@ -140,10 +143,11 @@ def _individual_rewards(rows: list[Row], of_episode: Mapping[str, float]) -> dic
 
 def _token_rewards(row: Row, penalties_T: Doubles | None) -> Doubles:
     """Return the reward at each token: turn rewards at the turns' last tokens, minus penalties."""
-    turn_T = turn_numbers(row.mask)
-    rewards_T = np.zeros(len(turn_T)) if penalties_T is None else -np.asarray(penalties_T, dtype=np.float64)
-    assert len(rewards_T) == len(turn_T), "one penalty per trained token"
+    count = int(np.count_nonzero(row.mask))
+    rewards_T = np.zeros(count) if penalties_T is None else -np.asarray(penalties_T, dtype=np.float64)
+    assert len(rewards_T) == count, "one penalty per trained token"
     if len(row.turn_rewards):
+        turn_T = turn_numbers(row.mask)
         rewards_T[np.diff(turn_T, append=turn_T[-1:] + 1) > 0] += row.turn_rewards
     return rewards_T
 
@@ -199,7 +203,7 @@ def group_advantages(
     for attempt, advantages_T in zip(attempts, _advantages(attempts, settings), strict=True):
         start = 0
         for index in attempt.rows:
-            end = start + int(rows[index].mask.sum())
+            end = start + int(np.count_nonzero(rows[index].mask))
             by_row[index], start = advantages_T[start:end], end
     return by_row
 
@@ -357,20 +361,22 @@ def trajectory_problem(trajectory: Trajectory, min_version: Version = 0) -> str 
     """Return why a trajectory cannot be trained on, or None. A rollout may have built it by hand.
 
     Tokens sampled before `min_version` would exceed the staleness bound."""
-    columns = (trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions)
+    tokens, mask, logprobs, versions = trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions
+    columns = (tokens, mask, logprobs, versions)
     if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
         return "its columns must be one-dimensional arrays"
-    if len({len(column) for column in columns}) != 1:
+    if not len(tokens) == len(mask) == len(logprobs) == len(versions):
         return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
-    if trajectory.mask.dtype != np.bool_:
-        return f"its mask has dtype {trajectory.mask.dtype}, not bool"
-    if not np.isfinite(trajectory.logprobs[trajectory.mask]).all():
+    if mask.dtype != np.bool_:
+        return f"its mask has dtype {mask.dtype}, not bool"
+    versions_T = versions[mask]
+    if not np.logical_and.reduce(np.isfinite(logprobs[mask])):
         return "a sampled token has no finite logprob"
-    if (trajectory.versions[trajectory.mask] < 0).any():
+    oldest = np.minimum.reduce(versions_T) if len(versions_T) else min_version
+    if oldest < 0:
         return "a sampled token has no version"
-    if (trajectory.versions[trajectory.mask] < min_version).any():
-        oldest = int(trajectory.versions[trajectory.mask].min())
-        return f"a sampled token has version {oldest}, older than the min_version {min_version} of its group"
+    if oldest < min_version:
+        return f"a sampled token has version {int(oldest)}, older than the min_version {min_version} of its group"
     return _reward_problem(trajectory)
 
 
@@ -381,9 +387,11 @@ def _reward_problem(trajectory: Trajectory) -> str | None:
         return f"its reward is {one_line(repr(reward), 60)}, not a finite number"
     if not isinstance(turn_rewards, np.ndarray) or turn_rewards.ndim != 1 or turn_rewards.dtype.kind not in "fiu":
         return "its turn rewards are not a one-dimensional array of numbers"
+    if not len(turn_rewards):
+        return None
     if not np.isfinite(turn_rewards).all():
         return "a turn reward is not finite"
     turns = len(set(turn_numbers(trajectory.mask).tolist()))
-    if len(turn_rewards) not in (0, turns):
+    if len(turn_rewards) != turns:
         return f"it has {len(turn_rewards)} turn rewards and {turns} turn{'s' * (turns != 1)}"
     return None

@@ -30,8 +30,8 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,7 +68,14 @@ class InFlightRequest:
     retry_at: float = 0.0
     excluded: set[str] = field(default_factory=set)
     causes: list[str] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set when `engine` changes or the request finishes
+    _changed: asyncio.Event | None = None
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when `engine` changes or the request finishes."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        return self._changed
 
     def set_engine(self, engine: str | None) -> None:
         self.engine = engine
@@ -79,8 +86,9 @@ class InFlightRequest:
         self._notify()
 
     def _notify(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 Connect = Callable[[FleetMember], Awaitable[Engine]]
@@ -243,9 +251,8 @@ class EngineFleet:
     async def _engine_for(self, request: InFlightRequest) -> str | None:
         """Wait for an engine that can serve the request. Return None if it is aborted."""
         while not request.aborted:
-            changed = self._changed
-            names = {member.name for member in self._router.members}
-            excluded = request.excluded | {name for name in names if not self._connections.is_reachable(name)}
+            changed, names, is_reachable = self._changed, self._router.names, self._connections.is_reachable
+            excluded = request.excluded.union([name for name in names if not is_reachable(name)])
             self._check_servable(request, names)
             now = time.monotonic()
             interrupted_by, request.interrupted_by = request.interrupted_by, None
@@ -273,19 +280,26 @@ class EngineFleet:
     async def _try_engine(self, request: InFlightRequest, engine: str) -> Generation | None:
         """Return the result, or None if the request has to continue on another engine."""
         needs, answer = request.needs, request.answer
-        with self._running_at(request, engine):
-            try:
-                part = await self._connections[engine].generate(
-                    needs.request_id, answer.prompt, answer.sampling, needs.min_version, needs.pinned
-                )
-            except ContextFull:
-                if not len(answer):
-                    raise
-                return answer.generation("length")  # filled by the earlier parts
-            except ComponentFailed as error:
-                self._record_failure(request, engine, error)
-                return None
+        self._router.sent(engine, needs)
+        request.set_engine(engine)
+        try:
+            part = await self._connections[engine].generate(
+                needs.request_id, answer.prompt, answer.sampling, needs.min_version, needs.pinned
+            )
+        except ContextFull:
+            if not len(answer):
+                raise
+            return answer.generation("length")  # filled by the earlier parts
+        except ComponentFailed as error:
+            self._record_failure(request, engine, error)
+            return None
+        else:
             return self._add_part(request, engine, part)
+        finally:
+            request.set_engine(None)
+            self._router.ended(engine)
+            if engine not in self._router.load:  # it may have left
+                self._close_unused()
 
     def _add_part(self, request: InFlightRequest, engine: str, part: Generation) -> Generation | None:
         answer, partial = request.answer, part.stop in ("interrupted", "lost")
@@ -310,7 +324,7 @@ class EngineFleet:
         request.causes.append(one_line(error))
         if not isinstance(error, ComponentLost):
             request.excluded.add(engine)
-            if request.excluded >= {member.name for member in self._router.members}:
+            if request.excluded >= self._router.names:
                 raise error
         request_id = request.needs.request_id
         if len(request.causes) > MAX_MOVES:
@@ -337,19 +351,8 @@ class EngineFleet:
         except ComponentLost:  # its requests end with the tokens received so far
             log.info("engine %s was lost during an abort", engine)
 
-    @contextmanager
-    def _running_at(self, request: InFlightRequest, engine: str) -> Iterator[None]:
-        self._router.sent(engine, request.needs)
-        request.set_engine(engine)
-        try:
-            yield
-        finally:
-            request.set_engine(None)
-            self._router.ended(engine)
-            self._close_unused()
-
     def _close_unused(self) -> None:
-        self._connections.keep_only({member.name for member in self._router.members} | self._router.load.keys())
+        self._connections.keep_only(self._router.names | self._router.load.keys())
 
     def _wake_waiting(self) -> None:
         """Wake all waiting requests."""

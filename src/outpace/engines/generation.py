@@ -143,18 +143,21 @@ class OpenStreams(Generic[S]):
         return np.zeros(0, dtype=np.int32) if stream is None else await stream.read(after)
 
 
+_NO_INTS, _NO_FLOATS = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+
+
 class ContinuedGeneration:
     """A request, the output so far, and the prompt and sampling parameters of the next part."""
 
     def __init__(self, token_ids: Ints, sampling: Sampling, decode: Decode | None = None) -> None:
         """Without `decode`, stop strings are found by the engines only."""
-        self._token_ids = np.asarray(token_ids, dtype=np.int32)
+        self._token_ids = token_ids
         self._sampling = sampling
-        self._strings = StopStrings(sampling.stop_strings, decode) if decode and sampling.stop_strings else None
+        self._decode = decode
         self._stop_string_found = False
-        self._tokens: Ints = np.zeros(0, dtype=np.int32)
-        self._logprobs: Floats = np.zeros(0, dtype=np.float32)
-        self._versions: Ints = np.zeros(0, dtype=np.int32)
+        self._tokens: Ints = _NO_INTS
+        self._logprobs: Floats = _NO_FLOATS
+        self._versions: Ints = _NO_INTS
 
     def __len__(self) -> int:
         """Return the number of tokens so far."""
@@ -206,12 +209,13 @@ class ContinuedGeneration:
 
     def _until_stop_string(self, tokens: Ints) -> int:
         """Return how many of these tokens belong to the generation, up to and including a stop string."""
-        if self._strings is None:
+        if self._decode is None or not self._sampling.stop_strings:
             return len(tokens)
+        strings = StopStrings(self._sampling.stop_strings, self._decode)
         answer: list[int] = self._tokens.tolist()
         for number, token in enumerate(tokens.tolist(), start=1):
             answer.append(token)
-            if self._strings.completed_by_last(answer):
+            if strings.completed_by_last(answer):
                 self._stop_string_found = True
                 return number
         return len(tokens)

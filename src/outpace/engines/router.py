@@ -21,6 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
+
 from outpace.types import FleetMember, Version
 
 FAILURE_COOLDOWN_S = 10.0
@@ -48,8 +50,7 @@ PROMPT_MARGIN = LoadMargin(requests=2, share=0.125)
 """Any other engine has to prefill the prompt of the group again."""
 
 
-@dataclass(frozen=True)
-class RequestNeeds:
+class RequestNeeds(msgspec.Struct, frozen=True):
     """The request id and the weights it needs. The id is `group.episode.number`, optionally with a prefix."""
 
     request_id: str
@@ -81,6 +82,8 @@ def _serving(members: Sequence[FleetMember], unreachable: Collection[str]) -> li
 
 def choose(names: Sequence[str], load: Mapping[str, int], needs: RequestNeeds, last_engine: Mapping[str, str]) -> str:
     """Return one of `names`. `last_engine` maps an episode or a group to the engine that served it last."""
+    if len(names) == 1:
+        return names[0]
     least = min(load.get(name, 0) for name in names)
     for cached, margin in (
         (last_engine.get(needs.episode), TURN_MARGIN),
@@ -105,10 +108,13 @@ class Router:
     _last_engine: OrderedDict[str, str] = field(default_factory=OrderedDict)
     _failures: dict[str, float] = field(default_factory=dict)  # name -> time of its last failed request
 
+    @property
+    def names(self) -> set[str]:
+        return {member.name for member in self.members}
+
     def update(self, members: Sequence[FleetMember]) -> None:
         self.members = list(members)
-        names = {member.name for member in members}
-        self._failures = {name: when for name, when in self._failures.items() if name in names}
+        self._failures = {name: when for name, when in self._failures.items() if name in self.names}
 
     def choose(self, needs: RequestNeeds, now: float, unreachable: Collection[str] = ()) -> str | None:
         """Return the engine for a request, or None if the request has to wait."""

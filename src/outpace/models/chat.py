@@ -52,7 +52,8 @@ def render(
     if tokenizer.chat_template:
         messages = as_messages(prompt, system)
         template = _Template(tokenizer, tools, template_kwargs)
-        template.check_kwargs()
+        if template_kwargs:
+            template.check_kwargs()
         try:
             (text,) = template.texts([messages], generation_prompt)
             checked = tools and generation_prompt

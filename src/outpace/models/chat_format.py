@@ -23,6 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from outpace.errors import BadInput, RequestFailed, one_line
 from outpace.models.chat import NO_KWARGS, PLACEHOLDER, Bridge, Schema, TemplateKwargs, bridge, render
 from outpace.runtime.references import closest_names
@@ -41,8 +43,7 @@ OPENING_TAIL = 16
 """Number of ids at the end of a prompt that are searched for an opening `<think>`."""
 
 
-@dataclass(frozen=True)
-class ParsedAnswer:
+class ParsedAnswer(msgspec.Struct, frozen=True):
     """An answer as whole text and in its parts. The caller assigns the ids of the tool calls."""
 
     text: str
@@ -154,6 +155,8 @@ def placeholder_for(message: Message) -> Message:
 
 def parse_text(text: str, opened: bool = False) -> ParsedAnswer:
     """Parse the most common form of tool calls and reasoning. `opened`: the prompt ends inside `<think>`."""
+    if not opened and "<" not in text:
+        return ParsedAnswer(text, text)
     if opened and "</think>" not in text:
         return ParsedAnswer(text, "", text.strip())
     whole = f"<think>{text}" if opened else text

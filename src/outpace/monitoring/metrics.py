@@ -154,10 +154,17 @@ class Meter:
             self._dropped += 1
             return
         assert weight >= 0, f"{name}: weight {weight}"
-        known = self._aggregates.get(name)
+        known, value, weight = self._aggregates.get(name), float(value), float(weight)
         rule = self._rule(name) if known is None else known.rule
-        if weight or rule == "ratio":
-            self._merge(name, single(rule, float(value), float(weight)))
+        if not weight and rule != "ratio":
+            return
+        if known is None:
+            self._aggregates[name] = single(rule, value, weight)
+        elif rule in ("sum", "mean"):  # the most frequent rules, without another object
+            known.weight += weight
+            known.total += value * weight
+        else:
+            merge(known, single(rule, value, weight))
 
     def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Add a histogram (value -> count) as `name/mean`, `name/p95` and `name/max`."""

@@ -165,8 +165,7 @@ MAX_THREADS = 8
 """Concurrent synchronous calls per event loop. Further calls wait; their timeout starts when they run."""
 
 
-@dataclass(frozen=True)
-class GradedCompletion:
+class GradedCompletion(msgspec.Struct, frozen=True):
     """Scores of one completion. `parts` holds the unweighted scores of the functions that applied."""
 
     total: float | None
@@ -208,7 +207,10 @@ async def grade(
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scores]:
     """Wait for all calls, then return their results or raise the first failure."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
+    waiting = list(calls)
+    if len(waiting) == 1:
+        return [await waiting[0]]
+    results = await asyncio.gather(*waiting, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

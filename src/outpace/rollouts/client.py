@@ -35,11 +35,12 @@ from outpace.rollouts.conversation import (
     Conversation,
     ConversationIndex,
     ConversationPosition,
+    RenderedPrompts,
     RequestListener,
     TurnSampler,
     yield_to_loop,
 )
-from outpace.rollouts.history_digests import Digest, content_text
+from outpace.rollouts.history_digests import content_text
 from outpace.rollouts.requests import EpisodeRequests, RecordedTurns
 from outpace.rollouts.transcript import EpisodePart
 from outpace.types import Answer, Endpoint, GroupOrder, Message, StopReason, Trajectory, Version
@@ -53,9 +54,6 @@ POLICY = "policy"
 
 THREAD_RENDER_CHARS = 65_536
 """Text of at least this many characters is rendered on a thread: tokenizing it would block the event loop."""
-
-RenderedPrompts = dict[Digest, list[int]]
-"""Token ids of rendered conversation starts, by exact digest."""
 
 
 class PolicyClient:
@@ -249,6 +247,8 @@ class PolicyClient:
     def silent_roles(self) -> list[str]:
         """Roles that have a reward but no answers."""
         transcript = self._sampler.transcript
+        if not transcript.role_rewards:
+            return []
         return sorted(transcript.role_rewards.keys() - {turn.role for turn in transcript.turns})
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -16,8 +16,8 @@ They are the end of its prompt, so they are not trained, and the answer is parse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,7 +31,7 @@ from outpace.rollouts.history_digests import (
     Digest,
     answer_marks,
     call_digest,
-    exact_digest,
+    exact_key,
     extend_digest,
     prefix_digests,
 )
@@ -39,6 +39,9 @@ from outpace.rollouts.requests import EpisodeRequests, ReservedRequest
 from outpace.rollouts.transcript import OBSERVATION, TrajectoryBuilder, Transcript, Turn
 from outpace.runtime.async_tools import LoopFairness, PerLoop, gather_or_cancel
 from outpace.types import Answer, Generation, Ints, Message, StopReason, Trajectory
+
+RenderedPrompts = dict[Hashable, list[int]]
+"""Token ids of rendered conversation starts, by what they are rendered from."""
 
 PROMPT = "prompt"
 """Source of the first tokens of a trajectory."""
@@ -80,7 +83,7 @@ class _KnownAnswer:
 class ConversationIndex:
     """Finds the answer that a message history continues from."""
 
-    def __init__(self, chat_format: ChatFormat, openings: dict[Digest, list[int]]) -> None:
+    def __init__(self, chat_format: ChatFormat, openings: RenderedPrompts) -> None:
         """`openings` caches rendered starts; the episodes of a group begin with the same prompt and share it."""
         self._chat_format = chat_format
         self._openings = openings
@@ -111,10 +114,10 @@ class ConversationIndex:
     def opening(
         self, history: Sequence[Message], tools: Sequence[Schema], template_kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
-        digest = exact_digest(tools, history, template_kwargs)
-        if digest not in self._openings:
-            self._openings[digest] = self._chat_format.open(history, tools, template_kwargs)
-        return self._openings[digest]
+        key = exact_key(tools, history, template_kwargs)
+        if key not in self._openings:
+            self._openings[key] = self._chat_format.open(history, tools, template_kwargs)
+        return self._openings[key]
 
     def call_opening(
         self, names: Sequence[str], tools: Sequence[Schema], template_kwargs: TemplateKwargs = NO_KWARGS
@@ -319,14 +322,15 @@ def without_stop(content: str, stops: Sequence[str]) -> str:
 
 
 def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a read-only view."""
+    """Return a read-only view; the array itself if it is read-only, as those from an engine's process are."""
+    if not array.flags.writeable:
+        return array
     view = array.view()
     view.flags.writeable = False
     return view
 
 
-@dataclass(frozen=True)
-class _ConversationState:
+class _ConversationState(msgspec.Struct, frozen=True):
     """State of a conversation: `turn` is its last answer, `pending` the tokens observed since. `plain` means that it
     contains text outside the chat template."""
 
@@ -375,7 +379,7 @@ class Conversation:
         finally:
             self._sampling = False
         messages = (*state.messages, answer.message)
-        self._state = replace(state, turn=turn, pending=(), messages=messages, source=OBSERVATION)
+        self._state = msgspec.structs.replace(state, turn=turn, pending=(), messages=messages, source=OBSERVATION)
         self.newest = answer
         return answer.text
 
@@ -383,7 +387,7 @@ class Conversation:
         """Append text verbatim that the policy did not sample."""
         self._refuse_while_sampling()
         pending = (*self._state.pending, *self._sampler.chat_format.encode(text))
-        self._state = replace(self._state, pending=pending, plain=True)
+        self._state = msgspec.structs.replace(self._state, pending=pending, plain=True)
 
     def trajectory(self) -> Trajectory:
         """Return the sequence so far."""
@@ -409,11 +413,11 @@ class Conversation:
         messages = (*state.messages, *new)
         if found is not None:
             pending = (*state.pending, *found.ids)
-            return replace(state, pending=pending, messages=messages, source=role_names(new))
+            return msgspec.structs.replace(state, pending=pending, messages=messages, source=role_names(new))
         if state.plain:
             raise RequestFailed("the conversation cannot be continued exactly, nor rendered again after observe()")
         opening = self._sampler.conversations.reopening(messages, state.tools)
-        return replace(state, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
+        return msgspec.structs.replace(state, turn=None, pending=tuple(opening), messages=messages, source=PROMPT)
 
     def _refuse_while_sampling(self) -> None:
         if self._sampling:

@@ -120,7 +120,7 @@ def total_return(episode: Episode) -> float:
     """Return the total reward of an episode for display: its own reward, the turn rewards, and the mean of the
     trajectory rewards."""
     own = [reward for _, reward in own_rewards(episode)]
-    turns = sum(float(trajectory.turn_rewards.sum()) for trajectory in episode.trajectories)
+    turns = sum(float(kept.turn_rewards.sum()) for kept in episode.trajectories if len(kept.turn_rewards))
     return episode.reward + turns + (sum(own) / len(own) if own else 0.0)
 
 
@@ -251,6 +251,8 @@ def _client_metrics(client: PolicyClient) -> dict[str, float]:
 
 def is_float(value: Any) -> bool:
     """Whether the value is a number that a float can hold, also if it is not finite."""
+    if type(value) is float:
+        return True
     try:
         return isinstance(value, Real) and isinstance(float(value), float)
     except OverflowError:
@@ -259,7 +261,7 @@ def is_float(value: Any) -> bool:
 
 def _checked(episode: Episode, client: PolicyClient) -> Episode:
     """Return the episode, or a failed one if its rewards, metrics or trajectories are not valid."""
-    for name, reward in {**episode.rewards, "reward": episode.reward}.items():
+    for name, reward in (*episode.rewards.items(), ("reward", episode.reward)):
         if not is_float(reward) or not math.isfinite(reward):
             return failed_episode(client, f"the rollout's {name} is {one_line(repr(reward), 60)}, not a finite number")
     for name, value in episode.metrics.items():

@@ -86,10 +86,11 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
 
 def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
     """Return the oldest and newest policy version among the sampled tokens."""
-    versions = [each.versions[each.mask] for each in sampled if each.mask.any()]
+    versions = [versions_T for each in sampled if len(versions_T := each.versions[each.mask])]
     if not versions:
         return OBSERVED, OBSERVED
-    return min(int(each.min()) for each in versions), max(int(each.max()) for each in versions)
+    every_T = versions[0] if len(versions) == 1 else np.concatenate(versions)
+    return int(np.minimum.reduce(every_T)), int(np.maximum.reduce(every_T))
 
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
@@ -228,8 +229,9 @@ def count_sampled_tokens(clients: list[PolicyClient]) -> int:
 
 
 def _swapped_fraction(episode: Episode) -> float:
-    versions = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories if trajectory.mask.any()]
-    return sum(float(v.min() != v.max()) for v in versions) / max(len(versions), 1)
+    sampled = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories]
+    versions = [each for each in sampled if len(each)]
+    return sum(float(np.minimum.reduce(v) != np.maximum.reduce(v)) for v in versions) / max(len(versions), 1)
 
 
 def _parts(episode: Episode) -> dict[str, float]:

@@ -8,7 +8,7 @@ empty fields, white space around an answer, key order in arguments and omitted r
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -47,9 +47,15 @@ def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
     )
 
 
-def exact_digest(tools: Sequence[Schema], messages: Sequence[Message], template_kwargs: TemplateKwargs) -> Digest:
-    """Return a digest that is equal only for identical conversations, which are rendered identically."""
+def exact_key(tools: Sequence[Schema], messages: Sequence[Message], template_kwargs: TemplateKwargs) -> Hashable:
+    """Return a key that is equal only for identical conversations, which are rendered identically."""
+    if not tools and not template_kwargs and all(map(_is_plain, messages)):
+        return tuple((message["role"], message["content"]) for message in messages)
     return _digest(b"exact", [list(tools), list(messages), dict(template_kwargs)])
+
+
+def _is_plain(message: Message) -> bool:
+    return len(message) == 2 and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
 def call_digest(names: Sequence[str], tools: Sequence[Schema], template_kwargs: TemplateKwargs) -> Digest:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,11 +34,12 @@ from outpace.monitoring.rollout_files import (
 from outpace.rollouts.episode import total_return
 from outpace.rollouts.group_scoring import MASKED_REASON, row_of, version_range
 from outpace.runtime.wire import WireError
-from outpace.types import AttemptRecord, Episode, Floats, GroupOrder, GroupRecord, Ints, JournalLocation, Row, Task
+from outpace.types import AttemptRecord, Episode, GroupOrder, GroupRecord, JournalLocation, Row, Task
 
 log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
+N = TypeVar("N", int, float)
 
 
 def attempt_records(task: Task, episodes: Sequence[Episode], trained: Sequence[Row]) -> list[AttemptRecord]:
@@ -92,11 +94,14 @@ class RolloutRecorder:
     def _attempts(
         self, order: GroupOrder, record: GroupRecord, outcome: AttemptOutcome, reason: str, step: int | None = None
     ) -> Iterator[RecordedAttempt]:
-        survivors = 0
+        survivors, texts = 0, _Texts(self.decode)
+        rows_of: dict[int, list[Row]] = {}
+        for row in record.rows:
+            rows_of.setdefault(row.episode, []).append(row)
         for number, attempt in enumerate(record.attempts):
             trained: list[Row] = []
             if attempt.error is None:
-                trained = [row for row in record.rows if row.episode == survivors]
+                trained = rows_of.get(survivors, [])
                 survivors += 1
             rows = trained or attempt.untrained
             oldest, newest = version_range(rows)
@@ -116,39 +121,52 @@ class RolloutRecorder:
                 oldest=oldest,
                 newest=newest,
                 stop=attempt.stop,
-                trajectories=[self._trajectory(row) for row in rows],
+                trajectories=[_trajectory(row, texts) for row in rows],
                 task_prompt=attempt.prompt,
                 extra=attempt.extra,
             )
 
-    def _trajectory(self, row: Row) -> RecordedTrajectory:
-        return RecordedTrajectory(
-            turns=list(self._turns(row)),
-            role=row.role,
-            reward=row.reward,
-            turn_rewards=[float(reward) for reward in row.turn_rewards],
-        )
 
-    def _turns(self, row: Row) -> Iterator[RecordedTurn]:
-        boundaries = [0, *(np.flatnonzero(np.diff(row.mask)) + 1).tolist(), len(row.tokens)]
-        observed = 0
-        for start, end in pairwise(boundaries):
-            if start == end:  # an empty trajectory
-                continue
-            tokens = row.tokens[start:end].tolist()
-            if not row.mask[start]:
-                yield RecordedTurn(_source(row.sources, observed, start), self.decode(tokens), tokens)
-                observed += 1
-                continue
-            yield RecordedTurn(
-                source="assistant",
-                text=self.decode(tokens),
-                tokens=tokens,
-                sampled=True,
-                logprobs=[*map(_rounded, row.logprobs[start:end])],
-                versions=_versions(row.versions[start:end]),
-                advantages=_advantages(row.advantages[start:end]),
-            )
+class _Texts(dict[tuple[int, ...], str]):
+    """Decoded tokens of one group: its attempts share their prompt."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+
+    def __missing__(self, tokens: tuple[int, ...]) -> str:
+        text = self[tokens] = self._decode(tokens)
+        return text
+
+
+def _trajectory(row: Row, texts: _Texts) -> RecordedTrajectory:
+    return RecordedTrajectory(
+        turns=list(_turns(row, texts)),
+        role=row.role,
+        reward=row.reward,
+        turn_rewards=row.turn_rewards.tolist(),
+    )
+
+
+def _turns(row: Row, texts: _Texts) -> Iterator[RecordedTurn]:
+    boundaries = [0, *(np.flatnonzero(row.mask[1:] != row.mask[:-1]) + 1).tolist(), len(row.tokens)]
+    ids, observed = row.tokens.tolist(), 0
+    for start, end in pairwise(boundaries):
+        if start == end:  # an empty trajectory
+            continue
+        tokens = ids[start:end]
+        if not row.mask[start]:
+            yield RecordedTurn(_source(row.sources, observed, start), texts[tuple(tokens)], tokens)
+            observed += 1
+            continue
+        yield RecordedTurn(
+            source="assistant",
+            text=texts[tuple(tokens)],
+            tokens=tokens,
+            sampled=True,
+            logprobs=[*map(_rounded, row.logprobs[start:end].tolist())],
+            versions=_single_if_equal(row.versions[start:end].tolist()),
+            advantages=_single_if_equal([*map(_rounded, row.advantages[start:end].tolist())] or [0.0]),
+        )
 
 
 def _attempt_outcome(
@@ -170,20 +188,16 @@ def _source(sources: Sequence[str], observed: int, start: int) -> str:
 
 def _mean_advantage(rows: Sequence[Row]) -> float | None:
     known = [row.advantages[row.mask] for row in rows if len(row.advantages)]
-    return _rounded(np.concatenate(known).mean()) if known else None
+    if not known:
+        return None
+    advantages_T = known[0] if len(known) == 1 else np.concatenate(known)
+    return _rounded(np.add.reduce(advantages_T) / len(advantages_T))
 
 
-def _versions(versions_T: Ints) -> int | list[int]:
-    return int(versions_T[0]) if (versions_T == versions_T[0]).all() else versions_T.tolist()
+def _single_if_equal(values: list[N]) -> N | list[N]:
+    return values[0] if values.count(values[0]) == len(values) else values
 
 
-def _advantages(advantages_T: Floats) -> float | list[float]:
-    if not len(advantages_T):
-        return 0.0
-    equal = bool((advantages_T == advantages_T[0]).all())
-    return _rounded(advantages_T[0]) if equal else [*map(_rounded, advantages_T)]
-
-
-def _rounded(value: np.float32) -> float:
+def _rounded(value: float) -> float:
     """Round to 9 significant digits, which are enough to restore the same float32."""
     return float(f"{value:.9g}")

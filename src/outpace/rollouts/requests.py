@@ -19,14 +19,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from outpace.checkpoint.turn_log import TurnLog, digest_request
 from outpace.config import Config
 from outpace.config.sections import RolloutConfig
 from outpace.errors import OutpaceError, RequestFailed
 from outpace.protocols import Engine
+from outpace.runtime.async_tools import uncancelled
 from outpace.runtime.rng import request_seed
 from outpace.types import Generation, GroupOrder, Ints, Sampling
 
@@ -38,8 +40,7 @@ ABORT_GRACE_S = 2.0
 DISTRIBUTION_SETTINGS = ("temperature", "top_p", "top_k")
 
 
-@dataclass(frozen=True)
-class ReservedRequest:
+class ReservedRequest(NamedTuple):
     """A request with its id and sampling seed, not sent yet."""
 
     id: str
@@ -55,6 +56,7 @@ class RecordedTurns:
         self._order = order
         self._known: dict[tuple[int, int, bytes], Generation] = {}  # by episode, request number and request digest
         self.reused = 0
+        self.closed = False
 
     async def load(self) -> None:
         """Load the answers of an earlier attempt at this group, except those older than its `min_version`. If a request
@@ -80,7 +82,7 @@ class RecordedTurns:
     def close(self) -> None:
         """Mark the recorded answers as no longer needed, and stop recording: answers of abandoned requests may still
         arrive, and nothing would delete them later."""
-        log, self._log = self._log, None
+        log, self._log, self.closed = self._log, None, True
         if log is not None:
             log.close_group(self._order.position)
 
@@ -114,18 +116,20 @@ class EpisodeRequests:
         top_p and top_k must stay as configured."""
         rollout, number = self._rollout, len(self.ids)
         draw = self._order.group if self._order.draw is None else self._order.draw
-        if not self._any_distribution:
+        if overrides and not self._any_distribution:
             _check_distribution(rollout, overrides)
-        fields: dict[str, Any] = {
-            "max_tokens": rollout.max_tokens,
-            "seed": request_seed(self._seed, draw, self._episode, number),
-            "temperature": rollout.temperature,
-            "top_p": rollout.top_p,
-            "top_k": rollout.top_k,
-            "stop_ids": list(stop_ids),
-            "stop_strings": list(rollout.stop),
-        }
-        sampling = Sampling(**(fields | overrides))
+        assert rollout.max_tokens is not None, "the config must be resolved"
+        sampling = Sampling(
+            max_tokens=rollout.max_tokens,
+            seed=request_seed(self._seed, draw, self._episode, number),
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_ids=list(stop_ids),
+            stop_strings=list(rollout.stop),
+        )
+        if overrides:
+            sampling = msgspec.structs.replace(sampling, **overrides)
         prefix = f"eval-{self._order.min_version}." if self._order.heldout else ""
         self.ids.append(f"{prefix}{self._order.group}.{self._episode}.{number}")
         return ReservedRequest(self.ids[-1], number, sampling)
@@ -147,8 +151,8 @@ class EpisodeRequests:
         answer = asyncio.ensure_future(generating)
         self._open[request.id] = answer
         try:
-            # Shielded: after a cancellation the request is aborted below, and its tokens are still counted.
-            generation = await asyncio.shield(answer)
+            # Not cancelled with this task: the request is aborted below, and its tokens are still counted.
+            generation = await uncancelled(answer)
         except asyncio.CancelledError:
             if self._open.pop(request.id, None) is not None:
                 await self._abort({request.id: answer})
@@ -167,8 +171,9 @@ class EpisodeRequests:
 
     async def abort_all(self) -> None:
         """Abort all in-flight requests and count their tokens."""
-        abandoned_requests, self._open = self._open, {}
-        await self._abort(abandoned_requests)
+        if self._open:
+            abandoned_requests, self._open = self._open, {}
+            await self._abort(abandoned_requests)
         if self._aborting:
             await asyncio.wait(self._aborting)
 
@@ -178,11 +183,10 @@ class EpisodeRequests:
 
     async def _abort(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
         """Abort requests in a separate task, so that a second cancellation cannot prevent counting their tokens."""
-        if abandoned_requests:
-            aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
-            self._aborting.add(aborting)
-            aborting.add_done_callback(self._aborting.discard)
-            await asyncio.shield(aborting)
+        aborting = asyncio.create_task(self._abort_and_count(abandoned_requests))
+        self._aborting.add(aborting)
+        aborting.add_done_callback(self._aborting.discard)
+        await asyncio.shield(aborting)
 
     async def _abort_and_count(self, abandoned_requests: dict[str, asyncio.Future[Generation]]) -> None:
         """Abort the requests and count their tokens. Bounded in time, and never raises an engine error: the episode is

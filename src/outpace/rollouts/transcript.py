@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
 from outpace.errors import ComponentFailed
-from outpace.types import OBSERVED, Generation, Ints, Trajectory
+from outpace.types import OBSERVED, Bools, Generation, Ints, Trajectory
 
 OBSERVATION = "observation"
 """Source of text that is not a chat message."""
@@ -30,54 +30,50 @@ class TrajectoryBuilder:
     """Builds a trajectory by appending. Sampled ids are kept verbatim, with their logprobs and versions."""
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self._pieces: list[Generation] = []
+        self._masks: list[Bools] = []
         self._sources: list[list[str]] = []  # sources of each run of observed tokens
+        self._observing = False  # whether the last token was observed
 
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @property
-    def last(self) -> int | None:
-        """The last token, or None."""
-        return self._tokens[-1] if self._tokens else None
-
-    def observe(self, tokens: Sequence[int], source: str = OBSERVATION) -> None:
+    def observe(self, tokens: Ints | Sequence[int], source: str = OBSERVATION) -> None:
         """Append tokens that the policy did not sample. `source` names their origin for display."""
-        if tokens and (not self._mask or self._mask[-1]):
+        count = len(tokens)
+        if not count:
+            return
+        if not self._observing:
             self._sources.append([])
-        if tokens and source not in self._sources[-1]:
+            self._observing = True
+        if source not in self._sources[-1]:
             self._sources[-1].append(source)
-        self._tokens += tokens
-        self._mask += [False] * len(tokens)
-        self._logprobs += [0.0] * len(tokens)
-        self._versions += [OBSERVED] * len(tokens)
+        observed = np.asarray(tokens, dtype=np.int32)
+        versions = np.full(count, OBSERVED, dtype=np.int32)
+        self._pieces.append(Generation(observed, np.zeros(count, dtype=np.float32), versions, "stop"))
+        self._masks.append(np.zeros(count, dtype=np.bool_))
 
     def sampled(self, generation: Generation) -> None:
         """Append tokens sampled after exactly the tokens so far."""
-        self._tokens += generation.tokens.tolist()
-        self._mask += [True] * len(generation.tokens)
-        self._logprobs += generation.logprobs.tolist()
-        self._versions += generation.versions.tolist()
-
-    def prefix(self) -> Ints:
-        return np.array(self._tokens, dtype=np.int32)
+        self._pieces.append(generation)
+        self._masks.append(np.ones(len(generation.tokens), dtype=np.bool_))
+        self._observing &= len(generation.tokens) == 0
 
     def build(
         self, role: str = "policy", reward: float | None = None, turn_rewards: Sequence[float] = ()
     ) -> Trajectory:
+        pieces = self._pieces
         return Trajectory(
-            tokens=np.array(self._tokens, dtype=np.int32),
-            mask=np.array(self._mask, dtype=np.bool_),
-            logprobs=np.array(self._logprobs, dtype=np.float32),
-            versions=np.array(self._versions, dtype=np.int32),
+            tokens=_joined([piece.tokens for piece in pieces], np.int32),
+            mask=_joined(self._masks, np.bool_),
+            logprobs=_joined([piece.logprobs for piece in pieces], np.float32),
+            versions=_joined([piece.versions for piece in pieces], np.int32),
             role=role,
             reward=reward,
-            turn_rewards=np.array(turn_rewards, dtype=np.float32),
+            turn_rewards=np.array(turn_rewards, dtype=np.float32) if turn_rewards else np.zeros(0, dtype=np.float32),
             sources=[", ".join(sources) for sources in self._sources],
         )
+
+
+def _joined(pieces: list[Any], dtype: Any) -> Any:
+    return np.concatenate(pieces, dtype=dtype) if pieces else np.zeros(0, dtype=dtype)
 
 
 class EpisodePart(NamedTuple):
@@ -117,6 +113,8 @@ class Turn:
 
     def prompt(self) -> Ints:
         """Return the prompt ids of this turn."""
+        if self.parent is None:
+            return self.observed
         parts: list[Ints] = []
         for turn in self.lineage():
             parts.append(turn.observed)
@@ -205,9 +203,9 @@ class Transcript:
         own: list[Turn] = []
         for turn in leaf.lineage():
             assert turn.generation is not None, "a turn follows an answer"
-            built.observe(turn.observed.tolist(), turn.source)
+            built.observe(turn.observed, turn.source)
             if id(turn) in claimed:
-                built.observe(turn.generation.tokens.tolist(), "assistant")
+                built.observe(turn.generation.tokens, "assistant")
             else:
                 claimed.add(id(turn))
                 own.append(turn)
@@ -219,13 +217,15 @@ class Transcript:
 
     def _reward(self, role: str, own: list[Turn]) -> float | None:
         """Return the last reward set for one of these turns, or else the reward of the role."""
+        if not self.rewards:
+            return self.role_rewards.get(role)
         requests = {turn.request_id for turn in own}
         given = [value for request_id, value in self.rewards.items() if request_id in requests]
         return given[-1] if given else self.role_rewards.get(role)
 
     def _turn_rewards(self, own: list[Turn]) -> list[float]:
         """Return one reward per contiguous run of sampled tokens, or an empty list if no turn has a reward."""
-        if not any(turn.request_id in self.turn_rewards for turn in own):
+        if not self.turn_rewards or not any(turn.request_id in self.turn_rewards for turn in own):
             return []
         return [sum(self.turn_rewards.get(turn.request_id, 0.0) for turn in run) for run in _runs(own)]
 

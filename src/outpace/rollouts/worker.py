@@ -44,7 +44,8 @@ from outpace.protocols import Reward, Rollout, TaskSource
 from outpace.rewards.grading import GradedCompletion, GraderPool, apply_overlong_penalty, grade
 from outpace.rewards.registry import ON_REQUEST
 from outpace.rollouts import agent_process
-from outpace.rollouts.client import PolicyClient, RenderedPrompts
+from outpace.rollouts.client import PolicyClient
+from outpace.rollouts.conversation import RenderedPrompts
 from outpace.rollouts.episode import failed_episode, has_reward, run_episode, take_episodes
 from outpace.rollouts.gateway.server import Gateway
 from outpace.rollouts.group_scoring import (
@@ -83,6 +84,9 @@ PROBE_PROMPT = "Count from one to ten."
 """Prompt for logprob checks if there is no task yet."""
 
 MAX_LOGGED_REASONS = 20
+
+EPISODE_SECONDS = ("episode/seconds/p50", "episode/seconds/p95", "episode/seconds/max")
+"""Metrics: duration of the episodes."""
 
 REUSED = "turns/reused"
 """Metric: number of recorded answers reused from an earlier attempt at the group."""
@@ -246,22 +250,30 @@ class RolloutWorker:
         if not (supplied and any(map(has_reward, episodes))):
             episodes = await self._rewarded(task, episodes, clients)
         diagnostics.crash_point("worker.graded")
-        verdict = await asyncio.to_thread(score_group, episodes, self._scoring)  # may call a custom estimator
-        diagnostics.crash_point("worker.closed")
-        report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
         if turns.reused:
             reported.add(REUSED, turns.reused)
-        measured = measure(episodes, reported, self._config.eval.is_solved)
-        report = msgspec.structs.replace(report, measured=measured, supplied=supplied)
-        record = self._record(order, task, episodes, verdict)
+
+        def finish() -> GroupReport:
+            verdict = score_group(episodes, self._scoring)  # may call a custom estimator
+            diagnostics.crash_point("worker.closed")
+            report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
+            measured = measure(episodes, reported, self._config.eval.is_solved)
+            report = msgspec.structs.replace(report, measured=measured, supplied=supplied)
+            if turns.closed:
+                return report  # the group was dropped meanwhile
+            return self._store(order, self._record(order, task, episodes, verdict), verdict, report)
+
+        report = await asyncio.to_thread(finish)
+        turns.close()
+        return report
+
+    def _store(self, order: GroupOrder, record: GroupRecord, verdict: ScoredGroup, report: GroupReport) -> GroupReport:
+        """Write the group to the journal, or to `rollouts/` if it is not trained on. Blocks on the disk."""
         if verdict.outcome == "finished":
             kept = FinishedGroup(order, msgspec.structs.replace(report, views=[]))
-            place = await asyncio.to_thread(self._journal.append, kept, record)
-            report = msgspec.structs.replace(report, place=place)
-        elif self._recorder is not None:
-            recording = self._recorder.record_untrained
-            await asyncio.to_thread(recording, order, record, verdict.outcome, verdict.reason)
-        turns.close()
+            return msgspec.structs.replace(report, place=self._journal.append(kept, record))
+        if self._recorder is not None:
+            self._recorder.record_untrained(order, record, verdict.outcome, verdict.reason)
         return report
 
     def _record(self, order: GroupOrder, task: Task, episodes: list[Episode], verdict: ScoredGroup) -> GroupRecord:
@@ -398,8 +410,9 @@ async def _timed(episode: Coroutine[Any, Any, Episode]) -> Episode:
     started = time.monotonic()
     ended = await episode
     if (reported := current_log()) is not None:
-        for statistic in ("p50", "p95", "max"):
-            reported.add(f"episode/seconds/{statistic}", time.monotonic() - started)
+        seconds = time.monotonic() - started
+        for name in EPISODE_SECONDS:
+            reported.add(name, seconds)
     return ended
 
 

@@ -132,6 +132,19 @@ async def with_time_limit(timeout_s: float, work: Awaitable[T]) -> T:
         raise
 
 
+async def uncancelled(work: asyncio.Future[T]) -> T:
+    """Await `work` without cancelling it when this task is cancelled. Costs less than `asyncio.shield`."""
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def wake(_: asyncio.Future[T]) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    work.add_done_callback(wake)
+    await ended
+    return work.result()
+
+
 async def gather_or_cancel(*work: Coroutine[Any, Any, Any]) -> list[Any]:
     """Run coroutines concurrently and return all results. If one fails, cancel the others, wait until they have ended,
     and raise its exception."""
@@ -145,10 +158,11 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, Any]) -> list[Any]:
             if failure is not None:
                 raise failure
         return [task.result() for task in tasks]
-    finally:
+    except BaseException:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class LoopFairness:
@@ -158,7 +172,7 @@ class LoopFairness:
     If the tools of a thousand episodes returned at the same moment, a thousand prompts would be rendered in one
     iteration and everything else would be delayed."""
 
-    def __init__(self, per_turn: int = 16) -> None:
+    def __init__(self, per_turn: int = 64) -> None:
         self._per_turn = per_turn
         self._left = per_turn
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -205,9 +219,10 @@ class PerLoop(Generic[T]):
     def get(self, make: Callable[[], T]) -> T:
         """Return the object of the running loop."""
         loop = asyncio.get_running_loop()
-        if loop not in self._made:
-            self._made[loop] = make()
-        return self._made[loop]
+        made = self._made.get(loop)
+        if made is None:
+            made = self._made[loop] = make()
+        return made
 
 
 def backoff_s(failures: int, first_s: float, longest_s: float, jitter: float = 0.0) -> float:

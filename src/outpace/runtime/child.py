@@ -50,13 +50,13 @@ async def run_component(fd: int) -> None:
         if spec.listen:
             await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
     except Exception as error:  # process boundary: the parent reports it as this component's failure
-        await channel.send(RpcFailure.of(0, error))
+        channel.send(RpcFailure.of(0, error))
         await channel.finish()
         return
     diagnostics.tune_gc()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
     diagnostics.crash_point("child.ready")
-    await channel.send(RpcReply(0, b""))
+    channel.send(RpcReply(0, b""))
     watch = asyncio.create_task(_exit_if_broken(component))
     try:
         await serve_calls(component, components.load_object(spec.protocol), channel)

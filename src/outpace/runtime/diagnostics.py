@@ -15,8 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,15 +23,20 @@ _waits: dict[int, tuple[str, float]] = {}
 _ids = itertools.count()
 
 
-@contextmanager
-def waiting(reason: str) -> Iterator[None]:
-    """Register a wait until the block ends. Thread-safe."""
-    number = next(_ids)
-    _waits[number] = (reason, time.monotonic())
-    try:
-        yield
-    finally:
-        del _waits[number]
+class waiting:  # noqa: N801 - used like `suppress`
+    """Context manager that registers a wait until the block ends. Thread-safe."""
+
+    __slots__ = ("_number", "_reason")
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __enter__(self) -> None:
+        self._number = next(_ids)
+        _waits[self._number] = (self._reason, time.monotonic())
+
+    def __exit__(self, *_: object) -> None:
+        del _waits[self._number]
 
 
 MOST_WAITS = 20

@@ -85,12 +85,10 @@ class Component:
         name = self.spec.name
         try:
             async with asyncio.timeout(self.spec.start_s):
-                await child.channel.send(self.spec)
+                child.channel.send(self.spec)
                 hello = await child.channel.receive(StartupReply)
         except TimeoutError:
             raise errors.ComponentFailed(name, f"was not ready within {self.spec.start_s:g} s", self._tail()) from None
-        except OSError:
-            hello = None
         if hello is None:
             end = await child.describe_end(STOP_DEADLINE_S)
             raise errors.ComponentFailed(name, f"did not start: it {end}", self._tail())

@@ -19,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from outpace.errors import BadInput, one_line, with_article
 
@@ -124,6 +125,19 @@ BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     """Return the parameters of a function, or None for C functions without a signature."""
+    try:
+        if function not in _known_parameters:
+            _known_parameters[function] = _parameters(function)
+        return _known_parameters[function]
+    except TypeError:  # an object that is not hashable or allows no weak references
+        return _parameters(function)
+
+
+_known_parameters: WeakKeyDictionary[Callable[..., Any], list[inspect.Parameter] | None] = WeakKeyDictionary()
+"""Parameters of functions: reading a signature takes longer than most reward functions."""
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:

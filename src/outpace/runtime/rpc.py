@@ -27,12 +27,13 @@ import contextlib
 import hmac
 import inspect
 import logging
+import math
 import os
 import traceback
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -132,6 +133,9 @@ PING = "ping"
 """A call that every serving loop answers itself."""
 
 
+READ_BYTES = 1 << 20
+
+
 class Channel:
     """Sends and receives whole frames over an asyncio stream. Received frames have at most `limit` bytes."""
 
@@ -139,26 +143,29 @@ class Channel:
         self._reader = reader
         self._writer = writer
         self._limit = limit
+        self._received = wire.FrameBuffer(limit)
         self._unsent: list[bytes] = []
 
     async def receive(self, kind: Any = RpcFrame) -> Any:
         """Return the next frame, or None if the other side is gone. Raises `WireError` if it is too long or invalid."""
-        try:
-            header = await self._reader.readexactly(wire.HEADER.size)
-            (size,) = wire.HEADER.unpack(header)
-            if size > self._limit:
-                raise WireError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
-            body = await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, OSError):
-            return None
+        while (body := self._received.next_body()) is None:
+            try:
+                data = await self._reader.read(READ_BYTES)
+            except OSError:
+                return None
+            if not data:
+                return None
+            self._received.add(data)
         return wire.decode(body, kind)
 
-    async def send(self, message: Any) -> None:
-        """Send a frame. Frames sent in the same event loop iteration are written together, to save system calls."""
+    def send(self, message: Any) -> None:
+        """Send a frame. Frames sent in the same event loop iteration are written together, to save system calls.
+
+        Does not wait for a slow peer: a caller waits for the reply to its call anyway."""
+        frame = wire.frame(wire.encode(message))
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(wire.frame(wire.encode(message)))
-        await self._writer.drain()
+        self._unsent.append(frame)
 
     def _flush(self) -> None:
         frames, self._unsent = b"".join(self._unsent), []
@@ -174,6 +181,13 @@ class Channel:
     def close(self) -> None:
         self._flush()
         self._writer.close()
+
+
+class _PendingCall(NamedTuple):
+    reply: asyncio.Future[bytes]
+    method: str
+    deadline_s: float
+    expires: float  # loop time
 
 
 ErrorOf = Callable[[RpcFailure], Exception]
@@ -193,7 +207,9 @@ class RpcProxy:
         self._deadline_s = deadline_s
         self._error_of = error_of or (lambda failure: failure.error(component))
         self._calls = 0
-        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._pending: dict[int, _PendingCall] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_check = math.inf  # when the timer runs
         self.attach(channel)
 
     def attach(self, channel: Channel) -> None:
@@ -206,9 +222,10 @@ class RpcProxy:
         if method.startswith("_"):
             raise AttributeError(method)
 
-        async def call(*args: Any) -> Any:
-            return await self._call(method, args)
+        def call(*args: Any) -> Coroutine[Any, Any, Any]:
+            return self._call(method, args)
 
+        self.__dict__[method] = call  # found directly from now on
         return call
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -228,20 +245,38 @@ class RpcProxy:
     async def _exchange(self, method: str, args: bytes, deadline_s: float) -> bytes:
         if self._down is not None:
             raise _copy(self._down)
-        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
         self._calls += 1
-        call = RpcCall(self._calls, method, args)
-        self._pending[call.id] = reply
+        number, reply, expires = self._calls, loop.create_future(), loop.time() + deadline_s
+        self._channel.send(RpcCall(number, method, args))
+        self._pending[number] = _PendingCall(reply, method, deadline_s, expires)
+        if expires < self._next_check:
+            self._check_at(expires)
         try:
-            async with asyncio.timeout(deadline_s):
-                await self._channel.send(call)
-                return await reply
-        except TimeoutError:
-            raise errors.ComponentFailed(self._component, f"{method} timed out after {deadline_s:g} s") from None
-        except OSError as error:
-            raise errors.ComponentLost(self._component, f"connection lost during {method}") from error
+            return await reply  # type: ignore[no-any-return]
         finally:
-            self._pending.pop(call.id, None)
+            del self._pending[number]
+
+    def _check_at(self, when: float) -> None:
+        """Check then which calls have timed out. One timer serves all calls: nearly all are answered in time."""
+        self._stop_timer()
+        self._next_check, self._timer = when, asyncio.get_running_loop().call_at(when, self._expire_calls)
+
+    def _expire_calls(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for call in self._pending.values():
+            if call.expires <= now and not call.reply.done():
+                message = f"{call.method} timed out after {call.deadline_s:g} s"
+                call.reply.set_exception(errors.ComponentFailed(self._component, message))
+        self._stop_timer()
+        later = [call.expires for call in self._pending.values() if now < call.expires < math.inf]
+        if later:
+            self._check_at(min(later))
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._next_check, self._timer = math.inf, None
 
     async def _read(self, channel: Channel) -> None:
         try:
@@ -258,23 +293,24 @@ class RpcProxy:
     def _complete(self, frame: RpcFrame) -> None:
         if frame.id > self._calls:
             raise WireError(f"a reply to call {frame.id}, which was not made")
-        reply = self._pending.get(frame.id)
-        if reply is None or reply.done():
+        call = self._pending.get(frame.id)
+        if call is None or call.reply.done():
             return  # the call timed out or was cancelled
         if isinstance(frame, RpcReply):
-            reply.set_result(frame.value)
+            call.reply.set_result(frame.value)
         elif isinstance(frame, RpcFailure):
-            reply.set_exception(self._error_of(frame))
+            call.reply.set_exception(self._error_of(frame))
 
     def _fail(self, error: errors.ComponentFailed) -> None:
         self._down = error
-        for reply in self._pending.values():
-            if not reply.done():
-                reply.set_exception(_copy(error))
+        for call in self._pending.values():
+            if not call.reply.done():
+                call.reply.set_exception(_copy(error))
 
     def detach(self, error: errors.ComponentFailed) -> None:
         """Close the channel. Every call raises `error` until `attach`."""
         self._fail(error)
+        self._stop_timer()
         self._reader.cancel()
         self._channel.close()
 
@@ -316,7 +352,7 @@ async def _answer(target: object, protocol: type, channel: Channel, call: RpcCal
         message: RpcReply | RpcFailure = RpcReply(call.id, value)
     except Exception as error:  # process boundary: every error goes to the caller
         message = RpcFailure.of(call.id, error)
-    await _reply(channel, message)
+    _reply(channel, message)
 
 
 def method_call(target: object, protocol: type, call: RpcCall) -> Any:
@@ -325,13 +361,11 @@ def method_call(target: object, protocol: type, call: RpcCall) -> Any:
     return getattr(target, call.method)(*args)
 
 
-async def _reply(channel: Channel, message: RpcReply | RpcFailure) -> None:
+def _reply(channel: Channel, message: RpcReply | RpcFailure) -> None:
     try:
-        await channel.send(message)
+        channel.send(message)
     except WireError as error:  # the reply is too long; send the error instead
-        await _reply(channel, RpcFailure.of(message.id, error))
-    except OSError:
-        return  # the caller is gone
+        channel.send(RpcFailure.of(message.id, error))
 
 
 log = logging.getLogger(__name__)
@@ -374,5 +408,5 @@ async def connect(path: str, token: str, deadline_s: float | None = START_DEADLI
     except TimeoutError:
         raise ComponentFailed(os.path.basename(path), f"did not accept connections within {deadline_s:g} s") from None
     channel = Channel(reader, writer)
-    await channel.send(token)
+    channel.send(token)
     return channel

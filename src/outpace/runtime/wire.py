@@ -24,7 +24,8 @@ MAX_FRAME = 1 << 30
 HEADER = struct.Struct("<I")
 
 _ARRAY_DTYPES = ("int32", "int64", "float32", "float64", "bool", "uint8")
-_DTYPE_NAMES = {np.dtype(name): name for name in _ARRAY_DTYPES}
+_DTYPES = {name: np.dtype(name) for name in _ARRAY_DTYPES}  # creating one from its name takes longer
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class WireError(OutpaceError):
@@ -45,11 +46,11 @@ def _encode_extension(value: Any) -> Any:
 
 
 def _decode_extension(expected: type, value: Any) -> Any:
-    if expected is np.ndarray or getattr(expected, "__origin__", None) is np.ndarray:
+    if getattr(expected, "__origin__", expected) is np.ndarray:
         name, raw = value
-        if name not in _ARRAY_DTYPES:
+        if name not in _DTYPES:
             raise ValueError(f"unsupported array dtype {name!r}")
-        return np.frombuffer(base64.b64decode(raw) if isinstance(raw, str) else raw, dtype=name)
+        return np.frombuffer(base64.b64decode(raw) if isinstance(raw, str) else raw, dtype=_DTYPES[name])
     raise NotImplementedError(f"cannot decode {expected}")
 
 
@@ -86,6 +87,33 @@ def frame(body: bytes) -> bytes:
     if len(body) > MAX_FRAME:
         raise WireError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME}")
     return HEADER.pack(len(body)) + body
+
+
+class FrameBuffer:
+    """Received bytes of a stream, from which whole frames are taken."""
+
+    def __init__(self, limit: int = MAX_FRAME) -> None:
+        self._limit = limit
+        self._data = bytearray()
+        self._start = 0  # of the first frame that was not taken
+
+    def add(self, data: bytes) -> None:
+        del self._data[: self._start]
+        self._start = 0
+        self._data += data
+
+    def next_body(self) -> bytes | None:
+        """Return the body of the next frame, or None if it has not arrived. Raises `WireError` if it is too long."""
+        start = self._start + HEADER.size
+        if len(self._data) < start:
+            return None
+        (size,) = HEADER.unpack_from(self._data, self._start)
+        if size > self._limit:
+            raise WireError(f"a frame of {size} bytes exceeds the limit of {self._limit}")
+        if len(self._data) < start + size:
+            return None
+        self._start = start + size
+        return bytes(memoryview(self._data)[start : self._start])
 
 
 def encodable_text(text: str) -> str:

@@ -144,6 +144,8 @@ class Gateway:
     async def close_session(self, client: PolicyClient) -> ComponentFailed | None:
         """Close all endpoints of an episode. Returns the component failure its requests met, if any."""
         sessions = self._sessions_of(client)
+        if not sessions:
+            return None
         for session in sessions:
             del self._sessions[session.id]
         await asyncio.gather(*(session.close() for session in sessions))
