@@ -103,6 +103,25 @@ def test_the_bucket_width_does_not_change_the_result(
     assert_same(model, expected, with_gradients(model, PackedForward(model, ForwardOptions())(packed).logp_N))
 
 
+@pytest.mark.parametrize("max_tree", [256, 8], ids=["whole trees", "single segments"])
+def test_attempts_with_short_common_parts_are_computed_once_with_the_result_of_separate_rows(
+    make_llama: MakeLlama, make_rows: MakeRows, max_tree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "MAX_TREE", max_tree)
+    noise = np.random.default_rng(0)
+    rows = [row for row in make_rows(24) if len(row.tokens) >= 12]
+    for index, row in enumerate(rows):
+        row.tokens[:10] = 10 * (index % 2) + np.arange(10)
+        row.tokens[10:] = noise.integers(0, 2, len(row.tokens) - 10)
+    rows += rows[:3]
+    model = make_llama()
+    (shared,), (apart,) = (pack(rows, 10_000, min_shared=number) for number in (1, None))
+    histories = {tuple(row.tokens[: end + 1]) for row in rows for end in range(int(np.flatnonzero(row.mask)[-1]))}
+    assert len(shared.tokens_T) == len(histories)
+    expected = with_gradients(model, PaddedForward(model, ForwardOptions())(apart).logp_N)
+    assert_same(model, expected, with_gradients(model, PackedForward(model, ForwardOptions())(shared).logp_N))
+
+
 def test_transformers_default_forward_leaks_between_packed_documents_and_fails_the_comparison(
     make_llama: MakeLlama, make_rows: MakeRows
 ) -> None:

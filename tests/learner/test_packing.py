@@ -56,13 +56,13 @@ branching = st.lists(
 """Rows of runs of equal tokens, so that many have a common prefix."""
 
 
-@given(branching, st.integers(1, 100))
+@given(branching, st.integers(1, 100), st.sampled_from([None, 1, 8]))
 def test_every_token_is_predicted_from_the_whole_history_of_its_row(
-    histories: list[list[int]], tokens_per_pass: int
+    histories: list[list[int]], tokens_per_pass: int, min_shared: int | None
 ) -> None:
     rows = [with_tokens(row_of(len(tokens), 1), tokens) for tokens in histories]
     trained = [row for row in rows if row.mask.any()]
-    for packed in pack(rows, tokens_per_pass):
+    for packed in pack(rows, tokens_per_pass, min_shared=min_shared):
         assert packed.cu_seqlens_S1[-1] == len(packed.tokens_T)
         assert len(packed.tokens_T) <= tokens_per_pass or packed.rows == 1
         history_T = histories_of(packed)
