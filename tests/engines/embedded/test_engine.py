@@ -60,29 +60,6 @@ async def test_many_concurrent_requests_all_complete(
     assert stats.eval_busy_s == 0
 
 
-async def test_on_a_cpu_a_request_that_arrives_shortly_after_another_starts_with_it(
-    model_of: Models, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, arrived = asyncio.get_running_loop(), threading.Event()
-    first, second = prompts(5, 6)
-    later: list[asyncio.Task[Generation]] = []
-
-    def arrive() -> None:
-        later.append(loop.create_task(generate(engine, "second", second)))
-        loop.call_soon(arrived.set)
-
-    def wait_for_more(_: float) -> None:
-        if not arrived.is_set():
-            loop.call_soon_threadsafe(arrive)
-            arrived.wait(10)
-
-    async with engine_of(model_of("llama")) as engine:
-        monkeypatch.setattr("outpace.engines.embedded.engine.time.sleep", wait_for_more)
-        await generate(engine, "first", first)
-        await asyncio.gather(*later)
-        assert (await engine.stats()).steps == 8
-
-
 async def test_a_corrupt_snapshot_leaves_the_current_version_loaded(
     model_of: Models, prompts: Prompts, publish: Callable[..., Manifest], forced_logprobs: Logprobs
 ) -> None:

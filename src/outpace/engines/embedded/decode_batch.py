@@ -223,16 +223,7 @@ class DecodeBatch:
     @property
     def has_work(self) -> bool:
         """Whether `advance` would do anything. Requests that wait for newer weights do not count."""
-        return any(self._running) or self._has_startable
-
-    @property
-    def can_admit_more(self) -> bool:
-        """Whether the next turn starts requests and leaves slots free."""
-        return self.running + self.waiting < self.decoder.slots and self._has_startable
-
-    @property
-    def _has_startable(self) -> bool:
-        return any(request.min_version <= self.version for request in self._waiting)
+        return any(self._running) or any(request.min_version <= self.version for request in self._waiting)
 
     # ------------------------------------------------------------------------------------------------ requests
 

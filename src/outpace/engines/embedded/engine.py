@@ -8,9 +8,6 @@ The compute thread sleeps on a condition variable while no batch has work; a req
 event loop never blocks on it and only awaits futures. An exception on the compute thread fails every pending request
 and every later call, and resolves `broken`: a failed engine reports the error, it does not hang.
 
-On a CPU, a turn that starts new requests first waits as long as the previous step took, while slots are free: a step
-costs little more with more rows, and requests arrive one after another, from a worker that needs the core to send them.
-
 Streaming: the first `stream_tokens` of a request makes the compute thread send its new tokens after every turn. Nothing
 is sent for requests without a reader.
 
@@ -74,9 +71,6 @@ class PendingRequest(TokenStream):
 
 T = TypeVar("T")
 
-MAX_GATHER_S = 0.02
-"""Longest wait for more requests before a turn that starts new ones."""
-
 
 class EmbeddedEngine:
     """`outpace.protocols.Engine` in this process. Starts at version 0 with the model's own weights, or `stale`."""
@@ -133,7 +127,6 @@ class EmbeddedEngine:
         self._streamed: dict[str, int] = {}  # key -> number of tokens sent to the event loop
         self._closing = False
         self._turns = 0
-        self._step_s = 0.0  # duration of the newest step
         self._failure: ComponentFailed | None = None
         self._thread = threading.Thread(target=self._compute, name="outpace-engine", daemon=True)
         diagnostics.crash_point("engine.built")
@@ -307,28 +300,19 @@ class EmbeddedEngine:
                 self._condition.wait()
             if self._closing:
                 return False
-        self._run_inbox()
-        if self._on_cpu and any(batch.can_admit_more for batch in self._weight_sets.all):
-            time.sleep(min(self._step_s, MAX_GATHER_S))
-            self._run_inbox()
-        with self._sharing_cores(self._sharing) if self._sharing and self._weight_sets.has_work else nullcontext():
-            for batch in self._weight_sets.all:
-                if batch.has_work:
-                    started = time.perf_counter()
-                    with self._work.running() if batch is self._main else self._eval_work.running():
-                        self._weight_sets.finished += batch.advance()
-                    self._step_s = time.perf_counter() - started
-                    diagnostics.crash_point("engine.turn")
-        self._turns += 1
-        self._flush()
-        return True
-
-    def _run_inbox(self) -> None:
-        with self._condition:
             commands = list(self._inbox)
             self._inbox.clear()
         for command in commands:
             command()
+        with self._sharing_cores(self._sharing) if self._sharing and self._weight_sets.has_work else nullcontext():
+            for batch in self._weight_sets.all:
+                if batch.has_work:
+                    with self._work.running() if batch is self._main else self._eval_work.running():
+                        self._weight_sets.finished += batch.advance()
+                    diagnostics.crash_point("engine.turn")
+        self._turns += 1
+        self._flush()
+        return True
 
     def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
         if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
