@@ -230,16 +230,20 @@ def fitting_tokens_per_pass(
     config: Config, placement: Placement, shape: ModelShape | None, available: AvailableMemory
 ) -> int:
     """Return a default for `learner.tokens_per_pass`. A full pass takes at most half of the memory that weights,
-    optimizer states and idle engines leave on the learner's device; the other half is for the KV cache."""
+    optimizer states and idle engines leave on the learner's device; the other half is for the KV cache. It is above
+    16,384 only if it also fits beside engines whose contexts are full."""
     device = _device(placement.learner)
     total = available.gpus.get(device) if device else available.host
     if shape is None or total is None or config.run.deterministic:
         return config.learner.resolved_tokens_per_pass
     learner = learner_memory(config, shape, on_gpu=bool(device))
     beside = [gpus for gpus in placement.engines if _device(gpus) == device] if config.engine.kind == "embedded" else []
-    free = total * placement.learner.memory - learner.fixed - engine_memory(config, shape).fixed * len(beside)
-    fitting = int(PASS_SHARE * free / learner.per_unit) // TOKENS_STEP * TOKENS_STEP
-    return max(TOKENS_STEP, min(fitting, MOST_TOKENS_PER_PASS["cuda" if device else "cpu"]))
+    engine, room = engine_memory(config, shape), total * placement.learner.memory - learner.fixed
+    fitting = PASS_SHARE * (room - engine.fixed * len(beside)) / learner.per_unit
+    beside_full = (room - engine.most * len(beside)) / learner.per_unit  # with every context full
+    fitting = min(fitting, max(beside_full, DEFAULT_TOKENS_PER_PASS))
+    rounded = int(fitting) // TOKENS_STEP * TOKENS_STEP
+    return max(TOKENS_STEP, min(rounded, MOST_TOKENS_PER_PASS["cuda" if device else "cpu"]))
 
 
 def _device(assignment: GpuAssignment) -> str:

@@ -56,7 +56,7 @@ class ForwardOptions:
 
 class Forward(Protocol):
     min_shared: int | None
-    """Argument of `pack`: what sharing saves work."""
+    """Argument of `pack`: the shortest common part of rows that is worth sharing; None: share nothing."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
 
@@ -119,6 +119,8 @@ class PackedForward:
 
 def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
     """Return sources and targets of the distinct predictions, and which of them each trained token is."""
+    if np.any((packed.targets_N < 0) | (packed.targets_N >= vocabulary)):
+        raise IndexError(f"a trained token is not in the vocabulary of {vocabulary} tokens")
     keys, index_N = np.unique(packed.sources_N * vocabulary + packed.targets_N, return_inverse=True)
     sources, targets = np.divmod(keys, vocabulary)
     return sources, targets, index_N

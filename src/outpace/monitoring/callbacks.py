@@ -203,8 +203,13 @@ class CallbackRunner:
         if thread is None or not self.blocking or self._failure is not None or not thread.is_alive():
             return
         done, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def report_done() -> None:
+            with contextlib.suppress(RuntimeError):  # the run has ended without waiting longer
+                loop.call_soon_threadsafe(done.set)
+
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, lambda: loop.call_soon_threadsafe(done.set))
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, report_done)
         except RuntimeError:  # the loop has just closed: a callback has failed, and `on_failure` ends the run
             return
         while not done.is_set() and self._failure is None and thread.is_alive():

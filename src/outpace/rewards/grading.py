@@ -207,10 +207,7 @@ async def grade(
 
 async def _gather_all(calls: Iterable[Coroutine[Any, Any, Scores]]) -> list[Scores]:
     """Wait for all calls, then return their results or raise the first failure."""
-    waiting = list(calls)
-    if len(waiting) == 1:
-        return [await waiting[0]]
-    results = await asyncio.gather(*waiting, return_exceptions=True)
+    results = await asyncio.gather(*calls, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

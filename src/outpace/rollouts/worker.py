@@ -259,9 +259,10 @@ class RolloutWorker:
             report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
             measured = measure(episodes, reported, self._config.eval.is_solved)
             report = msgspec.structs.replace(report, measured=measured, supplied=supplied)
+            record = self._record(order, task, episodes, verdict)
             if turns.closed:
                 return report  # the group was dropped meanwhile
-            return self._store(order, self._record(order, task, episodes, verdict), verdict, report)
+            return self._store(order, record, verdict, report)
 
         report = await asyncio.to_thread(finish)
         turns.close()

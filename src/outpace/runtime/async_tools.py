@@ -139,6 +139,8 @@ async def uncancelled(work: asyncio.Future[T]) -> T:
     def wake(_: asyncio.Future[T]) -> None:
         if not ended.done():
             ended.set_result(None)
+        elif not work.cancelled():
+            work.exception()  # retrieved, so that asyncio does not log it: the task that waited is gone
 
     work.add_done_callback(wake)
     await ended

@@ -142,7 +142,6 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int = wire.MAX_FRAME) -> None:
         self._reader = reader
         self._writer = writer
-        self._limit = limit
         self._received = wire.FrameBuffer(limit)
         self._unsent: list[bytes] = []
 

@@ -113,7 +113,11 @@ class FrameBuffer:
         if len(self._data) < start + size:
             return None
         self._start = start + size
-        return bytes(memoryview(self._data)[start : self._start])
+        body = bytes(memoryview(self._data)[start : self._start])
+        if self._start == len(self._data):
+            self._data.clear()
+            self._start = 0
+        return body
 
 
 def encodable_text(text: str) -> str:

@@ -33,7 +33,7 @@ from outpace.types import FleetMember, GroupOrder, JournalLocation
 MEASURED_STEPS = 3
 """Steps' worth of groups that are measured, after one to warm up."""
 FILL_SLOTS = 2
-"""Times that the smaller of two bursts of requests fills the engines' slots."""
+"""Requests per slot in the smaller of two bursts."""
 
 COMPONENTS = ("engine", "learner")
 
