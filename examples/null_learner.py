@@ -60,6 +60,9 @@ class NullLearner:
             scores.append({OLD_LOGP: trained, REFERENCE_LOGP: trained, OLD_VALUES: 0 * trained})
         return scores
 
+    def warm_up(self) -> None:
+        """There is nothing to prepare."""
+
     def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
         check_rows(rows)
         lags = count_lags(rows, self.version)  # a real backend runs forward and backward here

@@ -55,6 +55,15 @@ class BackendConformance:
     def make(self, settings: MakeSettings) -> Make:
         return lambda: self.backend(settings())
 
+    def test_warming_up_changes_nothing(self, make: Make, make_rows: MakeRows) -> None:
+        cold, warm = make(), make()
+        warm.warm_up()
+        for backend in (cold, warm):
+            train(backend, make_rows(4))
+        assert (warm.version, warm.tokens) == (cold.version, cold.tokens)
+        expected = cold.weights()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in warm.weights().items())
+
     def test_a_new_backend_is_at_version_0(self, make: Make) -> None:
         backend = make()
         assert (backend.version, backend.tokens) == (0, 0)

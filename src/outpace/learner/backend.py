@@ -80,6 +80,10 @@ class LearnerBackend(Protocol):
         """Number of trained parameters."""
         ...
 
+    def warm_up(self) -> None:
+        """Do in advance what would make the first batch slow. Called once, while the engines sample that batch."""
+        ...
+
     def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
         """Score every trained token with the current weights. Per row: `OLD_LOGP`, with a critic `OLD_VALUES`, and with
         KL in the reward `REFERENCE_LOGP`. These rows need no advantages."""

@@ -41,6 +41,9 @@ from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row,
 
 _NO_ADVANTAGE = np.zeros(())
 
+SMALL_PASS = 64
+"""Tokens of the smaller pass that `warm_up` makes."""
+
 Update = tuple[float, float]
 """Loss and gradient norm of one update."""
 
@@ -86,6 +89,11 @@ class LearnerCore:
         self._step = StepTotals()  # since the last version
         self._updates: list[Update] = []  # since the last version
         self._seconds = 0.0
+
+    def warm_up(self) -> None:
+        """Compile what large and small passes need, instead of in the first of them."""
+        for tokens in (self.config.learner.resolved_tokens_per_pass, SMALL_PASS):
+            self._forward.warm_up(tokens)
 
     # ------------------------------------------------------------------------------------------------- gradients
 

@@ -9,7 +9,8 @@ The choice does not depend on the model's name. `choose_forward` runs three shor
 through both and selects packed only if the logprobs match and those of the other rows do not change with the first. A
 model that leaks between rows does not pass.
 
-On a GPU the layers of a packed model are compiled, once for all layers and all lengths.
+On a GPU the layers of a packed model are compiled, once for all layers and all lengths, by `warm_up` or by the first
+pass.
 
 Legend: _T tokens of the pass, _N trained tokens, D hidden size.
 """
@@ -60,6 +61,10 @@ class Forward(Protocol):
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
 
+    def warm_up(self, tokens: int) -> None:
+        """Compile what passes of about this many tokens need. The first pass does so too."""
+        ...
+
 
 PROBE_TOLERANCE = 1e-3
 """Packed and padded float32 logprobs differ by about 1e-5 from rounding, by about 1 from a leak."""
@@ -86,9 +91,12 @@ class PackedForward:
         self._head = head
         self._device = model.device
         self._options = options
+        self._compile_pending = options.compiled
         self.min_shared: int | None = MIN_SHARED if uses_flash(self._device, options.dtype) else 1
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
+        if self._compile_pending:
+            self.warm_up(len(packed.tokens_T))
         device, options = self._device, self._options
         with autocast(device, options.dtype):
             hidden_TD = self._decoder(
@@ -116,6 +124,27 @@ class PackedForward:
         hidden_ND = hidden.index_select(0, index) if options.hidden else None
         return ForwardOutputs(logp.index_select(0, index), entropy.index_select(0, index), hidden_ND)
 
+    @torch.enable_grad()
+    def warm_up(self, tokens: int) -> None:
+        """Torch compiles for large and for small passes separately. A model that cannot be compiled runs as it is."""
+        if not self._options.compiled:
+            return
+        layers = getattr(self._decoder, "layers", None)
+        if self._compile_pending and isinstance(layers, nn.ModuleList):
+            for layer in layers:
+                layer.compile(dynamic=True)
+        self._compile_pending = False
+        weights = [weight for weight in (*self._decoder.parameters(), self._head.weight) if weight.requires_grad]
+        try:
+            vocabulary = int(self._decoder.get_input_embeddings().weight.shape[0])
+            logp_N = self(_probe_rows(vocabulary, tokens)).logp_N
+            torch.autograd.grad(logp_N, weights, torch.ones_like(logp_N), allow_unused=True)
+        except Exception as error:  # torch.compile fails in many ways, and the layers also work without it
+            logger.warning("the layers of this model cannot be compiled and run uncompiled: %s", error)
+            for layer in layers or ():
+                layer._compiled_call_impl = None
+            self._options = replace(self._options, compiled=False)
+
 
 def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
     """Return sources and targets of the distinct predictions, and which of them each trained token is."""
@@ -134,6 +163,9 @@ class PaddedForward:
     def __init__(self, model: PreTrainedModel, options: ForwardOptions) -> None:
         self._model: Any = model
         self._options = options
+
+    def warm_up(self, tokens: int) -> None:
+        """Nothing is compiled."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
         device, options = self._model.device, self._options
@@ -210,8 +242,6 @@ def choose_forward(
         logger.info("packing disabled for this model, rows are padded: %s", error)
         model.set_attn_implementation(own_attention)
         return PaddedForward(compute_model, options)
-    if options.compiled and not _compile_layers(compute_model, options):
-        options = replace(options, compiled=False)
     return PackedForward(compute_model, options)
 
 
@@ -220,31 +250,10 @@ def matching_forward(chosen: Forward, model: PreTrainedModel, options: ForwardOp
     return PackedForward(model, options) if isinstance(chosen, PackedForward) else PaddedForward(model, options)
 
 
-def _compile_layers(model: PreTrainedModel, options: ForwardOptions) -> bool:
-    """Compile the decoder's layers, one graph for all of them. Return False if that is impossible."""
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        return False
-    for layer in layers:
-        layer.compile(dynamic=True)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-    try:
-        outputs = PackedForward(model, options)(_probe_rows(vocabulary))
-        outputs.logp_N.sum().backward()  # type: ignore[no-untyped-call]
-    except Exception as error:  # torch.compile fails in many ways, and the layers also work without it
-        logger.warning("the layers of this model cannot be compiled and run uncompiled: %s", error)
-        for layer in layers:
-            layer._compiled_call_impl = None
-        return False
-    finally:
-        model.zero_grad(set_to_none=True)
-    return True
-
-
 @torch.no_grad()
 def _verify_packing(model: PreTrainedModel) -> None:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-    rows = _probe_rows(vocabulary)
+    rows = _probe_rows(vocabulary, sum(PROBE_LENGTHS))
     plain = ForwardOptions(dtype=model.dtype)
     expected_N = PaddedForward(model, plain)(rows).logp_N
     packed = PackedForward(model, plain)
@@ -260,16 +269,19 @@ def _verify_packing(model: PreTrainedModel) -> None:
         raise PackingUnsupported(f"a row's logprobs change by {leak:.2g} with its neighbor's tokens")
 
 
-def _probe_rows(vocabulary: int) -> PackedBatch:
-    """Return rows of different lengths with a prediction at every position, two of them with a common prefix."""
+def _probe_rows(vocabulary: int, tokens: int) -> PackedBatch:
+    """Return about `tokens` tokens in rows of different lengths with a prediction at every position. Two of every three
+    rows have a common prefix."""
     generator = np.random.default_rng(0)
-    tokens = generator.integers(0, vocabulary, sum(PROBE_LENGTHS) + 1).astype(np.int32)
     first, second, third = PROBE_LENGTHS
-    shared = tokens[first : first + second]
-    other = np.append(shared, (tokens[first + second] + 1) % vocabulary).astype(np.int32)
-    longer = tokens[first : first + third + 1]
-    rows = [_predicted_row(part) for part in (tokens[: first + 1], other, longer)]
-    (packed,) = pack(rows, sum(PROBE_LENGTHS))
+    rows: list[Row] = []
+    for _ in range(max(1, tokens // sum(PROBE_LENGTHS))):
+        drawn = generator.integers(0, vocabulary, sum(PROBE_LENGTHS) + 1).astype(np.int32)
+        shared = drawn[first : first + second]
+        other = np.append(shared, (drawn[first + second] + 1) % vocabulary).astype(np.int32)
+        longer = drawn[first : first + third + 1]
+        rows += [_predicted_row(part) for part in (drawn[: first + 1], other, longer)]
+    (packed,) = pack(rows, len(rows) * sum(PROBE_LENGTHS))
     return packed
 
 

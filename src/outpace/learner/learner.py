@@ -159,6 +159,7 @@ class LearnerHost(Generic[B]):
         self._bad_steps = BadStepRecorder(settings)
         self._compute = ThreadPoolExecutor(1, "learner")
         self.backend = self._compute.submit(self._build, make_backend).result()
+        self._warm = False
         self._sealing.submit(self._writer.preallocate, ())
         self._batch_learner = None if settings.config.learner.stream else BatchLearner(self.backend, settings.config)
 
@@ -170,6 +171,9 @@ class LearnerHost(Generic[B]):
 
     async def publish(self, leased: list[Version]) -> Manifest:
         draft, merged_s = await self._on_compute_thread(self._copy, leased)
+        if not self._warm:
+            self._compute.submit(self.backend.warm_up)  # an error here is raised by the first chunk as well
+            self._warm = True
         manifest = await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
         self._sealing.submit(self._writer.preallocate, leased)  # an error here is reported by the next copy
         return manifest
