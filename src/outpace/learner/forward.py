@@ -139,6 +139,8 @@ class PackedForward:
             vocabulary = int(self._decoder.get_input_embeddings().weight.shape[0])
             logp_N = self(_probe_rows(vocabulary, tokens)).logp_N
             torch.autograd.grad(logp_N, weights, torch.ones_like(logp_N), allow_unused=True)
+        except torch.OutOfMemoryError:  # the layers were compiled, and a smaller pass may fit
+            raise
         except Exception as error:  # torch.compile fails in many ways, and the layers also work without it
             logger.warning("the layers of this model cannot be compiled and run uncompiled: %s", error)
             for layer in layers or ():
