@@ -104,6 +104,7 @@ lint: $(STAMP)
 	$(BIN)/python scripts/rllm_docs.py --check
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing outpace and its development tools, about 2 GB: a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt "torch==2.13.0"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e ".[dev,datasets]"
