@@ -67,6 +67,10 @@ class ContextFull(RequestFailed):
     """The prompt leaves no room for a completion in the engine's context."""
 
 
+class EngineClosed(RequestFailed):
+    """The engine has left the run or is about to. The request can continue on another one."""
+
+
 class UpdateFailed(OutpaceError):
     """New weights did not reach an engine. It keeps serving its current version."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fleet_support import FakeEngine, answer_to, logprobs_of
 from outpace.engines import fleet as module
 from outpace.engines.fleet import FIRST_BACKOFF_S, MAX_BACKOFF_S, MAX_MOVES, EngineFleet
-from outpace.errors import ComponentFailed, ComponentLost, ContextFull, RequestFailed
+from outpace.errors import ComponentFailed, ComponentLost, ContextFull, EngineClosed, RequestFailed
 from outpace.protocols import Engine
 from outpace.runtime.async_tools import backoff_s
 from outpace.types import FleetMember, Generation, Sampling, StopReason
@@ -218,6 +218,13 @@ async def test_a_continuation_that_fills_the_context_ends_with_length() -> None:
     one.faults = another.faults = [ContextFull("no room")]
     with pytest.raises(ContextFull):
         await submit(fleet)
+
+
+async def test_a_request_that_reaches_an_engine_after_it_closed_moves_to_another() -> None:
+    one, another, fleet = two_engines()
+    one.faults = another.faults = [EngineClosed("the engine is closed")]
+    assert is_complete(await submit(fleet))
+    assert len(one.received + another.received) == 2
 
 
 async def test_a_request_refused_by_one_engine_is_not_sent_to_another() -> None:

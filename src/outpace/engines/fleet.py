@@ -38,7 +38,16 @@ import numpy as np
 
 from outpace.engines.generation import ContinuedGeneration, Decode
 from outpace.engines.router import RequestNeeds, Router
-from outpace.errors import ComponentFailed, ComponentLost, ContextFull, OutpaceError, RequestFailed, one_line, plural
+from outpace.errors import (
+    ComponentFailed,
+    ComponentLost,
+    ContextFull,
+    EngineClosed,
+    OutpaceError,
+    RequestFailed,
+    one_line,
+    plural,
+)
 from outpace.protocols import Engine
 from outpace.runtime.async_tools import backoff_s
 from outpace.runtime.diagnostics import waiting
@@ -290,6 +299,9 @@ class EngineFleet:
             if not len(answer):
                 raise
             return answer.generation("length")  # filled by the earlier parts
+        except EngineClosed as error:  # sent before this worker heard that the engine leaves
+            self._record_failure(request, engine, ComponentLost(engine, str(error)))
+            return None
         except ComponentFailed as error:
             self._record_failure(request, engine, error)
             return None

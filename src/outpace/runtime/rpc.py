@@ -73,6 +73,7 @@ _TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
         errors.BadInput,
         errors.RequestFailed,
         errors.ContextFull,
+        errors.EngineClosed,
         errors.RewardFailed,
         errors.CorruptData,
         errors.NotSaved,

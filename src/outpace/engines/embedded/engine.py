@@ -42,7 +42,7 @@ from outpace.engines.embedded.decoder import DecoderWeights
 from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder, tune_threads
 from outpace.engines.embedded.weight_sets import STALE, WeightSets
 from outpace.engines.generation import Decode, OpenStreams, TokenStream
-from outpace.errors import ComponentFailed, OutpaceError, RequestFailed
+from outpace.errors import ComponentFailed, EngineClosed, OutpaceError, RequestFailed
 from outpace.hardware.cores import CoreSharing
 from outpace.models.loading import load_model, load_tokenizer, set_up_device
 from outpace.monitoring.efficiency import Stopwatch
@@ -214,7 +214,7 @@ class EmbeddedEngine:
             self._closing = True
             self._condition.notify()
         await asyncio.to_thread(self._thread.join)
-        self._fail_pending(RequestFailed("the engine is closed"))
+        self._fail_pending(EngineClosed("the engine is closed"))
 
     def _reject_older(self, manifest: Manifest, pinned: bool) -> None:
         self._raise_if_unusable()
@@ -233,7 +233,7 @@ class EmbeddedEngine:
         if self._failure is not None:
             raise self._failure
         if self._closing:
-            raise RequestFailed("the engine is closed")
+            raise EngineClosed("the engine is closed")
 
     def _post(self, command: Callable[[], object]) -> None:
         with self._condition:

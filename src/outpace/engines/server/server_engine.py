@@ -38,7 +38,7 @@ from outpace.engines.server.protocol import STALE, Pressure, Server, Transport
 from outpace.engines.server.request import RequestRunner
 from outpace.engines.server.state import ServerEngineSettings, ServerState
 from outpace.engines.server.weight_update import WeightUpdater
-from outpace.errors import ComponentFailed, RequestFailed, ServerFailed, ServerSilent, one_line
+from outpace.errors import ComponentFailed, EngineClosed, ServerFailed, ServerSilent, one_line
 from outpace.types import EngineStats, Generation, Ints, LoadReport, Manifest, Sampling, Version
 
 log = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class ServerEngine:
 
     def _raise_if_closed(self) -> None:
         if self._state.closed:
-            raise RequestFailed("the engine is closed")
+            raise EngineClosed("the engine is closed")
 
     async def _core_s(self) -> float:
         """CPU seconds the server spent on training rollouts. Wall-clock busy seconds if CPU time is not meaningful."""
