@@ -172,7 +172,7 @@ class LearnerHost(Generic[B]):
     async def publish(self, leased: list[Version]) -> Manifest:
         draft, merged_s = await self._on_compute_thread(self._copy, leased)
         if not self._warm:
-            self._compute.submit(self.backend.warm_up)  # what fails here, fails again in the first chunk
+            self._compute.submit(self.backend.warm_up)  # errors are dropped: the first chunk shows those that matter
             self._warm = True
         manifest = await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
         self._sealing.submit(self._writer.preallocate, leased)  # an error here is reported by the next copy
