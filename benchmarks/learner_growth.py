@@ -148,6 +148,7 @@ def measure(shapes: Sequence[str], rounds: int, settings: dict[str, Any], consol
         if case.shape != name:
             name, core = case.shape, None
             _free(device)
+            torch.compiler.reset()  # models share the code of their layers, and torch limits its compiled versions
             core = LearnerCore(_model(case.shape, device), config)
         assert core is not None
         try:
