@@ -89,12 +89,26 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield f"lora.rank: vLLM supports at most rank {VLLM_LORA_RANKS[-1]}, not {lora.rank}; lower it"
 
 
+def _check_sharding(config: Config) -> Iterator[str]:
+    learner = config.learner
+    if not learner.sharded:
+        return
+    key = "learner.devices" if learner.devices > 1 else "learner.offload"
+    if learner.backend is not None:
+        yield f"{key}: learner.backend {learner.backend} decides itself which devices it uses; leave one of the two out"
+    if config.run.runtime == "inline" and learner.devices > 1:
+        yield 'learner.devices: needs a process for each device; set run.runtime = "local"'
+    if config.weights.transport == "ipc":
+        yield f'weights.transport: "ipc" shares the memory of one GPU; set "memory", or leave {key} out'
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     _check_urls,
     _check_server_source,
     _check_server_mode,
     _check_transport,
     _check_lora,
+    _check_sharding,
 )
 
 
