@@ -13,9 +13,10 @@ and the model's own stay frozen.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,13 +30,24 @@ from outpace.config import Config
 from outpace.config.algorithm import CriticConfig, configured_advantage
 from outpace.errors import plural
 from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
+from outpace.learner.balance import share_rows
 from outpace.learner.compute_copy import ComputeCopy
-from outpace.learner.forward import Forward, ForwardOptions, ForwardOutputs, choose_forward, matching_forward
+from outpace.learner.forward import (
+    Forward,
+    ForwardOptions,
+    ForwardOutputs,
+    ShardedForward,
+    choose_forward,
+    compute_device,
+    matching_forward,
+)
 from outpace.learner.loss import LossAssembly
-from outpace.learner.metrics import StepTotals, step_metrics
+from outpace.learner.metrics import StepTotals, TotalsParts, step_metrics, totals_from, totals_parts
 from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
 from outpace.learner.packing import PackedBatch, pack
+from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
+from outpace.learner.sharding import idle_batch, local_parts, probe_model, shard
 from outpace.models.lora import LoraAdapters
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
 
@@ -51,10 +63,14 @@ Update = tuple[float, float]
 class LearnerCore:
     """Owns the model, the optimizer and, if the algorithm needs them, a reference and a critic. Not thread-safe."""
 
-    def __init__(self, model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None, ranks: Ranks | None = None
+    ) -> None:
         """`config` must be resolved. `dtype` is that of matrix products and published weights, by default that of the
-        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests)."""
+        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests). With `ranks`, the
+        model is sharded over them, and every rank makes the same calls with the same rows."""
         self.config = config
+        self.ranks = ranks
         self.dtype = dtype or getattr(torch, config.model.dtype)
         self.model = model
         self.version: Version = 0
@@ -66,19 +82,29 @@ class LearnerCore:
         _prepare(model, config.learner.gradient_checkpointing, double)
         has_critic = configured_advantage(config.advantage).registration.critic
         logprobs_only = ForwardOptions(config.rollout.temperature, self.dtype)
+        copied = config.kl.coefficient > 0 and self.adapters is None
+        reference_model = copy.deepcopy(model).requires_grad_(False) if copied else None
+        probe = None if ranks is None else probe_model(model)
+        root = None if ranks is None else shard(model, ranks, config.learner, self.dtype)
+        self.device = compute_device(model)
         options = replace(
             logprobs_only,
             entropy_gradient=config.algorithm.entropy_coefficient != 0,
             hidden=has_critic,
-            compiled=model.device.type == "cuda" and config.learner.compile,
+            compiled=self.device.type == "cuda" and config.learner.compile,
         )
-        self._copy = ComputeCopy(model, self.dtype) if self.dtype == torch.bfloat16 and not self.adapters else None
+        copies = self.dtype == torch.bfloat16 and not self.adapters and ranks is None
+        self._copy = ComputeCopy(model, self.dtype) if copies else None
         self.compute_model = self._copy.model if self._copy else model
-        self._forward = choose_forward(model, options, self.compute_model)
-        self.reference: Reference | None = (
-            make_reference(model, self.adapters, self._forward, logprobs_only) if config.kl.coefficient > 0 else None
-        )
-        self.critic = _make_critic(model, config.critic) if has_critic else None
+        self._forward = choose_forward(probe or model, options, self.compute_model)
+        if root is not None:
+            self._forward = ShardedForward(self._forward, root)
+        self.reference: Reference | None = None
+        if config.kl.coefficient > 0:
+            reference_root = reference_model and ranks and shard(reference_model, ranks, config.learner, self.dtype)
+            forward = matching_forward(self._forward, reference_model or model, logprobs_only, reference_root)
+            self.reference = make_reference(model, self.adapters, reference_model, forward)
+        self.critic = _make_critic(model, config.critic, self.device) if has_critic else None
         self._loss = LossAssembly(config)
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.critic_parameters = (
@@ -101,7 +127,8 @@ class LearnerCore:
         """Run forward and backward over these rows, adding to the gradient of the next update."""
         started = time.perf_counter()
         chunk = StepTotals()
-        for packed in self._pack(rows, extras):
+        _, passes = self.passes(rows, extras)
+        for packed in passes:
             chunk.add(self._train_pass(packed, replayed))
         self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
@@ -115,13 +142,26 @@ class LearnerCore:
             seconds=seconds,
         )
 
-    def _pack(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[PackedBatch]:
-        return pack(rows, self.config.learner.resolved_tokens_per_pass, extras, self._forward.min_shared)
+    def passes(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> tuple[Sequence[int], list[PackedBatch]]:
+        """Return the indices of the rows that this rank computes, and its passes: as many as those of the other
+        ranks."""
+        limit, shortest = self.config.learner.resolved_tokens_per_pass, self._forward.min_shared
+        if self.ranks is None:
+            return range(len(rows)), pack(rows, limit, extras, shortest)
+        own = share_rows(rows, self.ranks.size, limit)[self.ranks.rank]
+        packed = pack(
+            [rows[index] for index in own], limit, [extras[index] for index in own] if extras else (), shortest
+        )
+        return own, packed + [idle_batch()] * (self.ranks.largest(len(packed)) - len(packed))
 
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
         reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
         outputs = self._forward(packed)
         values_N = self._values(outputs)
+        if not packed.rows:
+            outputs_with_gradient = [each for each in (*outputs, values_N) if each is not None and each.requires_grad]
+            torch.autograd.backward(outputs_with_gradient, [torch.zeros_like(each) for each in outputs_with_gradient])
+            return StepTotals()
         gradient = self._loss.gradient(packed, outputs, self.version, reference_logp_N, values_N)
         pairs = [
             (outputs.logp_N, gradient.logp_N),
@@ -148,13 +188,17 @@ class LearnerCore:
         started = time.perf_counter()
         empty = np.zeros(0, dtype=np.float32)
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
-        trained = iter([score for score, row in zip(scores, rows, strict=True) if row.mask.any()])
         unweighted = [with_advantages(row, _NO_ADVANTAGE) for row in rows]  # scoring does not read advantages
-        for packed in self._pack(unweighted):
+        own, passes = self.passes(unweighted)
+        trained = iter([scores[index] for index in own if rows[index].mask.any()])
+        for packed in passes:
             ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.rows))[:-1]
             by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
             for document in range(packed.rows):
                 next(trained).update({name: parts[document] for name, parts in by_name.items()})
+        if self.ranks is not None:
+            for index, found in self.ranks.gather_arrays({index: scores[index] for index in own}).items():
+                scores[index] = found
         self._seconds += time.perf_counter() - started
         return scores
 
@@ -182,16 +226,32 @@ class LearnerCore:
         aggregation, limit = self.config.policy_loss.aggregation, self.config.rollout.max_tokens
         assert aggregation is not None, "the config must be resolved"
         assert limit is not None, "the config must be resolved"
-        denominator = losses.loss_denominator(aggregation, totals.tokens, totals.sequences, limit)
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        norm = float(nn.utils.get_total_norm(local_parts(gradients)))
+        if self.ranks is not None:
+            totals, norm = self._over_all_ranks(totals, norm)
+        denominator = losses.loss_denominator(aggregation, totals.tokens, totals.sequences, limit)
         loss = totals.loss_sum / denominator
-        grad_norm = float(nn.utils.get_total_norm(gradients)) / denominator if totals.tokens else 0.0
+        grad_norm = norm / denominator if totals.tokens else 0.0
         if totals.tokens and _is_finite((loss, grad_norm)):
             self._apply(gradients, grad_norm, denominator)
         self.drop_gradients()
         self._step.add(totals)
         self._updates.append((loss, grad_norm))
         self._seconds += time.perf_counter() - started
+
+    def _over_all_ranks(self, totals: StepTotals, norm: float) -> tuple[StepTotals, float]:
+        """Return the totals and the gradient norm of all ranks, and sum the gradients of the critic, which is not
+        sharded."""
+        assert self.ranks is not None
+        for parameter in self.critic_parameters.values():
+            if parameter.grad is not None:
+                self.ranks.sum(parameter.grad)
+        everything, squares = StepTotals(), 0.0
+        for parts, square in self.ranks.gather_values((totals_parts(totals), norm**2), tuple[TotalsParts, float]):
+            everything.add(totals_from(parts))
+            squares += square
+        return everything, math.sqrt(squares)
 
     def _apply(self, gradients: list[Tensor], grad_norm: float, denominator: float) -> None:
         limit = self.config.learner.max_grad_norm
@@ -284,11 +344,11 @@ def _is_finite(update: Update) -> bool:
     return all(map(math.isfinite, update))
 
 
-def _make_critic(model: PreTrainedModel, config: CriticConfig) -> ValueHead:
+def _make_critic(model: PreTrainedModel, config: CriticConfig, device: torch.device) -> ValueHead:
     embeddings = model.get_input_embeddings().weight
     assert isinstance(embeddings, Tensor)
     width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
-    return ValueHead(width, config.shared).to(device=model.device, dtype=model.dtype)
+    return ValueHead(width, config.shared).to(device=device, dtype=model.dtype)
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
@@ -313,7 +373,7 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     known = [bool(np.all((tokens >= 0) & (tokens < vocabulary))) for tokens in sequences]
     rows = [_trained_row(tokens) for tokens, valid in zip(sequences, known, strict=True) if valid and len(tokens) > 1]
     forward = matching_forward(core._forward, core.compute_model, ForwardOptions(temperature, core.dtype))
-    scored = _scores(forward, rows, core.config.learner.resolved_tokens_per_pass)
+    scored = iter(_scores(core, forward, rows))
     nan = np.float32(np.nan)
     return [
         next(scored) if valid and len(tokens) > 1 else np.full(max(len(tokens) - 1, 0), nan)
@@ -321,10 +381,17 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
     ]
 
 
-def _scores(forward: Forward, rows: Sequence[Row], tokens_per_pass: int) -> Iterator[Floats]:
-    for packed in pack(rows, tokens_per_pass, min_shared=forward.min_shared):
+def _scores(core: LearnerCore, forward: Forward, rows: Sequence[Row]) -> list[Floats]:
+    own, passes = core.passes(rows)
+    found: list[Floats] = []
+    for packed in passes:
         logp_N = forward(packed).logp_N.float().cpu().numpy()
-        yield from np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
+        if packed.rows:
+            found += np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
+    if core.ranks is None:
+        return found
+    scored = core.ranks.gather_arrays({index: {OLD_LOGP: each} for index, each in zip(own, found, strict=True)})
+    return [scored[index][OLD_LOGP] for index in range(len(rows))]
 
 
 def _trained_row(tokens: Ints) -> Row:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention, uses_flash
@@ -34,8 +36,7 @@ from outpace.types import Row
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ForwardOutputs:
+class ForwardOutputs(NamedTuple):
     """Logprobs, entropies and hidden states (None unless requested) of the trained tokens of a pass."""
 
     logp_N: Tensor
@@ -89,7 +90,7 @@ class PackedForward:
         model.set_attn_implementation(ATTENTION_NAME)
         self._decoder: Any = model.base_model
         self._head = head
-        self._device = model.device
+        self._device = compute_device(model)
         self._options = options
         self._compile_pending = options.compiled
         self.min_shared: int | None = MIN_SHARED if uses_flash(self._device, options.dtype) else 1
@@ -132,8 +133,13 @@ class PackedForward:
         layers = getattr(self._decoder, "layers", None)
         if self._compile_pending and isinstance(layers, nn.ModuleList):
             for layer in layers:
-                layer.compile(dynamic=True)
+                if is_sharded(layer):  # its hooks gather the weights and cannot be compiled
+                    layer.forward = torch.compile(layer.forward, dynamic=True)
+                else:
+                    layer.compile(dynamic=True)
         self._compile_pending = False
+        if is_sharded(self._decoder):  # a pass needs all ranks
+            return
         weights = [weight for weight in (*self._decoder.parameters(), self._head.weight) if weight.requires_grad]
         try:
             vocabulary = int(self._decoder.get_input_embeddings().weight.shape[0])
@@ -158,7 +164,8 @@ def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, 
 
 
 class PaddedForward:
-    """Runs every segment with its whole context as one padded row."""
+    """Runs every segment with its whole context as one padded row. A sharded model runs once per pass, because all
+    ranks must run it equally often."""
 
     min_shared: int | None = None
 
@@ -170,11 +177,11 @@ class PaddedForward:
         """Nothing is compiled."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
-        device, options = self._model.device, self._options
+        device, options = compute_device(self._model), self._options
         chosen: list[Tensor] = []
         hidden: list[Tensor] = []
         indices: list[Longs] = []
-        for tokens, lengths, at_N, inside_N in _padded_rows(packed):
+        for tokens, lengths, at_N, inside_N in _padded_rows(packed, one_bucket=is_sharded(self._model)):
             positions = torch.arange(tokens.shape[1], device=device).expand(tokens.shape)
             with autocast(device, options.dtype):
                 output = self._model(
@@ -199,11 +206,11 @@ class PaddedForward:
         return ForwardOutputs(logp.index_select(0, back), entropy.index_select(0, back), hidden_ND)
 
 
-def _padded_rows(packed: PackedBatch) -> list[tuple[Longs, Longs, Longs, Longs]]:
+def _padded_rows(packed: PackedBatch, one_bucket: bool) -> list[tuple[Longs, Longs, Longs, Longs]]:
     """Return buckets of padded rows, one per segment: tokens, lengths, and for each trained token that is predicted in
     this bucket its place in the flattened bucket and its index in N."""
     lengths = np.diff(packed.cu_context_S1)
-    widths = np.array([bucket_width(int(length)) for length in lengths])
+    widths = np.array([bucket_width(int(lengths.max() if one_bucket else length)) for length in lengths])
     segment_N = np.searchsorted(packed.cu_seqlens_S1, packed.sources_N, side="right") - 1
     index_N = packed.sources_N - packed.cu_seqlens_S1[segment_N + 1] + lengths[segment_N]  # in its padded row
     buckets = []
@@ -220,6 +227,34 @@ def _padded_rows(packed: PackedBatch) -> list[tuple[Longs, Longs, Longs, Longs]]
     return buckets
 
 
+class ShardedForward:
+    """A forward pass of a sharded model. `root` runs a function while the parameters outside of the layers are
+    gathered; the layers gather their own."""
+
+    def __init__(self, inner: Forward, root: Any) -> None:
+        self.inner = inner
+        self.root = root
+        self.min_shared = inner.min_shared
+
+    def __call__(self, packed: PackedBatch) -> ForwardOutputs:
+        outputs: ForwardOutputs = self.root(partial(self.inner, packed))
+        return outputs
+
+    def warm_up(self, tokens: int) -> None:
+        """Nothing: a pass needs all ranks, and layers are compiled by the first one."""
+
+
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """Return the device of the forward pass. Sharded weights may be in host memory between passes."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    return model.device if mesh is None else torch.device(mesh.device_type)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether parameters of the model are sharded over several processes."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def _on_device(values: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> Tensor:
     """Copy to the device, from pinned memory where that lets the copy run beside the host."""
     tensor = torch.from_numpy(values)
@@ -234,8 +269,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 def choose_forward(
     model: PreTrainedModel, options: ForwardOptions, compute_model: PreTrainedModel | None = None
 ) -> Forward:
-    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `compute_model` is a copy
-    to run instead, if there is one."""
+    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `compute_model` is to run
+    instead, if `model` is only for this choice."""
     compute_model = compute_model or model
     own_attention = model.config._attn_implementation
     try:
@@ -247,8 +282,13 @@ def choose_forward(
     return PackedForward(compute_model, options)
 
 
-def matching_forward(chosen: Forward, model: PreTrainedModel, options: ForwardOptions) -> Forward:
-    """Return a forward for `model` of the same kind (packed or padded) as `chosen`, with other options."""
+def matching_forward(
+    chosen: Forward, model: PreTrainedModel, options: ForwardOptions, root: Any | None = None
+) -> Forward:
+    """Return a forward for `model` of the same kind (packed or padded) as `chosen`, with other options. `root` is that
+    of a sharded model; None: that of `chosen`."""
+    if isinstance(chosen, ShardedForward):
+        return ShardedForward(matching_forward(chosen.inner, model, options), root or chosen.root)
     return PackedForward(model, options) if isinstance(chosen, PackedForward) else PaddedForward(model, options)
 
 

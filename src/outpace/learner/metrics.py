@@ -75,6 +75,27 @@ class StepTotals:
         self.replay_lag_counts.update(other.replay_lag_counts)
 
 
+TotalsParts = tuple[int, int, float, dict[str, float], dict[str, float], dict[int, int], dict[int, int]]
+"""The fields of `StepTotals` as plain values, to send to other processes."""
+
+
+def totals_parts(totals: StepTotals) -> TotalsParts:
+    return (
+        totals.tokens,
+        totals.sequences,
+        totals.loss_sum,
+        dict(totals.sums),
+        totals.maxima,
+        dict(totals.lag_counts),
+        dict(totals.replay_lag_counts),
+    )
+
+
+def totals_from(parts: TotalsParts) -> StepTotals:
+    tokens, sequences, loss_sum, sums, maxima, lags, replayed = parts
+    return StepTotals(tokens, sequences, loss_sum, defaultdict(float, sums), maxima, Counter(lags), Counter(replayed))
+
+
 def step_metrics(step: StepTotals, engine_kl: float, passes: int = 1) -> dict[str, float]:
     """Return means and fractions over the tokens of a step. All are finite, also for a step without tokens."""
     own, measured = sum(step.lag_counts.values()), int(step.sums[MEASURED_TOKENS])

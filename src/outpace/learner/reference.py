@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.errors import CorruptData
-from outpace.learner.forward import Forward, ForwardOptions, matching_forward
+from outpace.learner.forward import Forward
 from outpace.learner.packing import PackedBatch
 from outpace.models.lora import LoraAdapters
 from outpace.weights.shared_memory import distinct_tensors
@@ -79,10 +77,11 @@ Reference = CopiedReference | AdapterReference
 
 
 def make_reference(
-    model: PreTrainedModel, adapters: LoraAdapters | None, chosen: Forward, options: ForwardOptions
+    model: PreTrainedModel, adapters: LoraAdapters | None, copied: PreTrainedModel | None, forward: Forward
 ) -> Reference:
-    """Return a reference to the policy before training. `chosen` is the policy's forward."""
+    """Return a reference to the policy before training. `copied` is a frozen copy of `model`, or None if it has
+    adapters. `forward` runs the copy or, without one, the model."""
     if adapters is not None:
-        return AdapterReference(adapters, matching_forward(chosen, model, options))
-    copied = copy.deepcopy(model).requires_grad_(False)
-    return CopiedReference(model, copied, matching_forward(chosen, copied, options))
+        return AdapterReference(adapters, forward)
+    assert copied is not None
+    return CopiedReference(model, copied, forward)

@@ -1,0 +1,125 @@
+"""Ranks: the processes of a sharded learner, and what they exchange besides the model's own tensors.
+
+All ranks make the same calls in the same order (`LearnerHost` gets every call of the controller on every rank), so each
+of these functions is a collective: it returns when all ranks have called it. A rank that does not arrive within the
+timeout, or whose process has ended, is an error on all others.
+
+Messages are bytes. They travel over gloo, on GPU machines too, so a rank can wait for the others without using its GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from outpace.errors import OutpaceError
+
+V = TypeVar("V")
+Array = NDArray[Any]
+
+
+class CollectiveFailed(OutpaceError):
+    """A collective call failed on this rank, usually because another rank has failed or does not respond."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """One rank of a learner. `rendezvous`: the URL through which the ranks find each other, for torch.distributed."""
+
+    rank: int
+    size: int
+    rendezvous: str
+    timeout_s: float
+
+
+class Ranks:
+    """This process among the ranks of its learner. Not thread-safe."""
+
+    def __init__(self, settings: RankSettings, device: str) -> None:
+        """Wait for all ranks."""
+        self.rank = settings.rank
+        self.size = settings.size
+        backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+        with collective_errors():
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    backend,
+                    init_method=settings.rendezvous,
+                    rank=settings.rank,
+                    world_size=settings.size,
+                    timeout=timedelta(seconds=settings.timeout_s),
+                )
+            self.mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (settings.size,))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what only one rank may do."""
+        return self.rank == 0
+
+    def largest(self, value: int) -> int:
+        """Return the largest value of all ranks."""
+        found = torch.tensor([value])
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """Return the messages of all ranks, in the order of the ranks."""
+        length = self.largest(len(message))
+        own = torch.zeros(8 + length, dtype=torch.uint8)
+        own[:8] = torch.tensor([len(message)]).view(torch.uint8)
+        own[8 : 8 + len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own)
+        return [bytes(each[8 : 8 + int(each[:8].view(torch.int64))].numpy()) for each in found]
+
+    def gather_values(self, value: object, kind: type[V]) -> list[V]:
+        """Return a value of every rank, in the order of the ranks. `kind` is its type, as for msgpack."""
+        return [msgspec.msgpack.decode(each, type=kind) for each in self.gather(msgspec.msgpack.encode(value))]
+
+    def gather_arrays(self, own: Mapping[int, Mapping[str, Array]]) -> dict[int, dict[str, Array]]:
+        """Return the arrays of all ranks, by index and name. Every index is of one rank."""
+        encoded = {
+            index: {name: (each.dtype.str, each.tobytes()) for name, each in arrays.items()}
+            for index, arrays in own.items()
+        }
+        parts = self.gather_values(encoded, dict[int, dict[str, tuple[str, bytes]]])
+        return {
+            index: {name: np.frombuffer(data, dtype) for name, (dtype, data) in arrays.items()}
+            for part in parts
+            for index, arrays in part.items()
+        }
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over all ranks."""
+        dist.all_reduce(tensor)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.largest(0)
+
+    def close(self) -> None:
+        """Leave the group. Other ranks may still be in it."""
+        dist.destroy_process_group()
+
+
+@contextmanager
+def collective_errors() -> Iterator[None]:
+    """Raise `CollectiveFailed` for what torch raises if another rank is gone or late."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise CollectiveFailed(f"the connection to another learner process failed: {error}") from error
+    except RuntimeError as error:  # gloo has no exception class of its own
+        if "gloo" not in str(error):
+            raise
+        raise CollectiveFailed(f"the connection to another learner process failed: {error}") from error
