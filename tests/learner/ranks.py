@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ def run_ranks(function: Callable[[int], Result], size: int, timeout_s: float = T
     `function` is a top-level function of a module, or a `functools.partial` of one; its result is pickled. An exception
     of a rank is raised here with the traceback of the rank as a note."""
     context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
+    processes: list[SpawnProcess] = []
     connections: list[Connection[Any, Any]] = []
     patience_s = 0.0
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -66,7 +66,7 @@ def run_ranks(function: Callable[[int], Result], size: int, timeout_s: float = T
     return results
 
 
-def _collect(processes: list[BaseProcess], connections: list[Connection[Any, Any]], timeout_s: float) -> list[Any]:
+def _collect(processes: list[SpawnProcess], connections: list[Connection[Any, Any]], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     until = time.monotonic() + timeout_s
     while missing := [connection for rank, connection in enumerate(connections) if rank not in results]:
