@@ -28,25 +28,6 @@ MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
 
 
-@pytest.fixture
-def records(make_rows: MakeRows) -> list[GroupRecord]:
-    noise = np.random.default_rng(3)
-    return [
-        GroupRecord(
-            group,
-            f"task-{group}",
-            0,
-            0,
-            [
-                Row(row.tokens, row.mask, row.logprobs, row.versions, row.advantages, episode=episode)
-                for episode, row in enumerate(make_rows(3, seed=group))
-            ],
-            noise.random(3).tolist(),
-        )
-        for group in range(6)
-    ]
-
-
 def make(make_llama: MakeLlama, settings: dict[str, Any], seed: int = 0) -> tuple[LearnerCore, BatchLearner]:
     config: Config = resolved({"learner.lr": 1e-2, **settings})
     core = LearnerCore(make_llama(seed), config, torch.float64)

@@ -28,6 +28,8 @@ from outpace.types import ChunkReport, Floats, GroupRecord, Ints, JournalLocatio
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outpace.learner.ranks import Ranks
+
 OLD_LOGP = "old_logp"
 OLD_VALUES = "old_values"
 REFERENCE_LOGP = "reference_logp"
@@ -66,6 +68,7 @@ class LearnerSettings:
     device: str = "cpu"
     gpu_memory: float = 1.0  # fraction of the GPU memory that the learner may use
     threads: int | None = None  # None: torch's default
+    ranks: Ranks | None = None  # the processes that the learner is sharded over; None: it is not sharded
     sharing: CoreSharing | None = None  # adjusts the thread count during the run; None: it is fixed
 
 

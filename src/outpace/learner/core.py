@@ -47,9 +47,10 @@ from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, mak
 from outpace.learner.packing import PackedBatch, pack
 from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
-from outpace.learner.sharding import idle_batch, local_parts, probe_model, shard
+from outpace.learner.sharding import idle_batch, probe_model, shard
 from outpace.models.lora import LoraAdapters
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
+from outpace.weights.slices import local_part
 
 _NO_ADVANTAGE = np.zeros(())
 
@@ -227,7 +228,7 @@ class LearnerCore:
         assert aggregation is not None, "the config must be resolved"
         assert limit is not None, "the config must be resolved"
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(local_parts(gradients)))
+        norm = float(nn.utils.get_total_norm([local_part(gradient) for gradient in gradients]))
         if self.ranks is not None:
             totals, norm = self._over_all_ranks(totals, norm)
         denominator = losses.loss_denominator(aggregation, totals.tokens, totals.sequences, limit)
@@ -303,7 +304,10 @@ class LearnerCore:
         return self.finish_step()
 
     def drop_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)  # stay allocated for the next batch
+        trained = (self.parameters | self.critic_parameters).values()
+        gradients = [local_part(p.grad) for p in trained if p.grad is not None]
+        if gradients:
+            torch._foreach_zero_(gradients)  # they stay allocated for the next batch
         self._accumulated = StepTotals()
 
     def _learning_rate(self) -> float:

@@ -41,6 +41,7 @@ from outpace.checkpoint.commit import write_durably
 from outpace.errors import NotSaved
 from outpace.learner.backend import LearnerBackend, LearnerSettings, NotFinite, WriteState
 from outpace.learner.batch_learner import BatchLearner
+from outpace.learner.ranks import collective_errors
 from outpace.learner.state import write_tensors
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics
@@ -148,7 +149,10 @@ class LearnerHost(Generic[B]):
     def __init__(self, settings: LearnerSettings, make_backend: Callable[[LearnerSettings], B]) -> None:
         self._settings = settings
         settings.snapshots.mkdir(exist_ok=True)
-        self._writer = build_snapshot_writer(settings.config, settings.device, settings.snapshots, settings.incarnation)
+        self._ranks = settings.ranks
+        self._writer = build_snapshot_writer(
+            settings.config, settings.device, settings.snapshots, settings.incarnation, settings.ranks
+        )
         self._sharing = settings.sharing
         self._threads = settings.threads or torch.get_num_threads()
         self._stopwatch = Stopwatch(self._threads if settings.device == "cpu" else None)
@@ -212,11 +216,17 @@ class LearnerHost(Generic[B]):
             await asyncio.to_thread(executor.shutdown)
         self.backend.close()
         self._writer.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
     async def _on_compute_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         def timed() -> T:
             try:
-                with self._stopwatch.running(), self._sharing.working() if self._sharing else nullcontext():
+                with (
+                    self._stopwatch.running(),
+                    self._sharing.working() if self._sharing else nullcontext(),
+                    collective_errors() if self._ranks else nullcontext(),
+                ):
                     return function(*args, **kwargs)
             except StopIteration as error:  # a future cannot carry it; the caller would wait forever
                 raise RuntimeError("StopIteration") from error

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 
@@ -28,6 +28,9 @@ from outpace.learner.ranks import Ranks
 from outpace.models.loading import decoder_layers
 
 T = TypeVar("T")
+
+PROBE_VOCABULARY = 64
+"""Tokens of the model that `probe_model` makes."""
 
 
 class ShardedModel(nn.Module):
@@ -114,11 +117,3 @@ def probe_model(model: PreTrainedModel) -> PreTrainedModel:
         probe: Any = type(model)(config)
     probed: PreTrainedModel = probe.float().eval()
     return probed
-
-
-PROBE_VOCABULARY = 64
-
-
-def local_parts(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the elements of these tensors that are on this rank."""
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from outpace.checkpoint.commit import write_durably
@@ -41,20 +41,24 @@ from outpace.runtime import diagnostics, rng
 from outpace.types import LoraAdapter, TensorSpec, Version
 from outpace.weights.files import safetensors_header, safetensors_order
 from outpace.weights.shared_memory import distinct_tensors
+from outpace.weights.slices import TensorSlice, like_sharded, slice_of
 
 Tensors = dict[str, Tensor]
+Slices = dict[str, TensorSlice]
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A copy of the state at one version. `small_files` holds the files without tensors."""
+    """A copy of the state at one version: of this rank's part, if the model is sharded. `small_files` holds the files
+    without tensors. `first`: of the rank that also writes what is not sharded."""
 
-    copied: dict[str, Tensors]
-    constant: dict[str, Tensors]
+    copied: dict[str, Slices]
+    constant: dict[str, Slices]
     small_files: dict[str, bytes]
+    first: bool = True
 
     @property
-    def files(self) -> dict[str, Tensors]:
+    def files(self) -> dict[str, Slices]:
         return self.copied | self.constant
 
 
@@ -62,70 +66,120 @@ class StateCopies:
     """Makes copies on the training thread and reuses their memory. Other threads may write and release them."""
 
     def __init__(self) -> None:
-        self._free: dict[str, Tensors] | None = None
+        self._free: dict[str, Slices] | None = None
         self._lock = threading.Lock()
 
     def reserve(self, changing: dict[str, Tensors]) -> None:
         """Allocate the memory of the first copy in advance, on any thread."""
-        memory = allocate(changing)
-        for tensors in memory.values():
-            torch._foreach_zero_(list(tensors.values()))  # makes the kernel allocate every page now
+        memory = allocate(_slices(changing))
+        for slices in memory.values():
+            torch._foreach_zero_([each.local for each in slices.values()])  # makes the kernel allocate every page now
         with self._lock:
             self._free = memory
 
     def make(
-        self, changing: dict[str, Tensors], constant: dict[str, Tensors], small_files: dict[str, bytes]
+        self,
+        changing: dict[str, Tensors],
+        constant: dict[str, Tensors],
+        small_files: dict[str, bytes],
+        first: bool = True,
     ) -> StateCopy:
         """Copy `changing`; include `constant`, which never changes, without copying."""
         with self._lock:
             free, self._free = self._free, None
-        memory = free if free is not None and _layout(free) == _layout(changing) else allocate(changing)
-        sources = [tensor.detach() for tensors in changing.values() for tensor in tensors.values()]
-        targets = [tensor for tensors in memory.values() for tensor in tensors.values()]
+        own = _slices(changing)
+        memory = free if free is not None and _layout(free) == _layout(own) else allocate(own)
+        sources = [each.local for slices in own.values() for each in slices.values()]
+        targets = [each.local for slices in memory.values() for each in slices.values()]
         torch._foreach_copy_(targets, sources, non_blocking=True)
         for device in {tensor.device for tensor in sources if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return StateCopy(memory, constant, small_files)
+        return StateCopy(memory, _slices(constant), small_files, first)
 
     def release(self, copy: StateCopy) -> None:
         with self._lock:
             self._free = copy.copied
 
 
-def _layout(files: Mapping[str, Tensors]) -> list[tuple[str, str, torch.dtype, torch.Size]]:
-    return [(file, name, each.dtype, each.shape) for file, tensors in files.items() for name, each in tensors.items()]
+def _slices(files: Mapping[str, Tensors]) -> dict[str, Slices]:
+    return {file: {name: slice_of(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
 
 
-def allocate(files: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def _layout(files: Mapping[str, Slices]) -> list[tuple[str, str, torch.dtype, torch.Size]]:
+    return [
+        (file, name, each.local.dtype, each.local.shape)
+        for file, slices in files.items()
+        for name, each in slices.items()
+    ]
+
+
+def allocate(files: Mapping[str, Slices]) -> dict[str, Slices]:
     """Return host memory for a copy of these tensors, pinned if they are on a GPU."""
     return {
-        file: {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            for name, tensor in tensors.items()
-        }
-        for file, tensors in files.items()
+        file: {name: replace(each, local=_host_memory(each.local)) for name, each in slices.items()}
+        for file, slices in files.items()
     }
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file. It is synced to disk on return."""
+    write_slices(path, {name: slice_of(tensor) for name, tensor in tensors.items()})
+
+
+def write_slices(path: Path, slices: Mapping[str, TensorSlice], first: bool = True) -> None:
+    """Write this process's part of a new safetensors file, synced to disk on return. All ranks may write at the same
+    time; the `first` also writes the header and what is not sharded."""
     specs = [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), 0, tensor.nbytes, crc32=0)
-        for name, tensor in tensors.items()
+        TensorSpec(name, str(each.local.dtype).removeprefix("torch."), list(each.shape), 0, _bytes_of(each), crc32=0)
+        for name, each in slices.items()
     ]
-    with path.open("wb") as file:
-        file.write(safetensors_header(specs))
-        for spec in safetensors_order(specs):
-            file.write(_raw_bytes(tensors[spec.name]))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
+    header = safetensors_header(specs)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        return load_file(path)
+        if first:
+            _write_at(descriptor, memoryview(header), 0)
+        position = len(header)
+        for spec in safetensors_order(specs):
+            part = slices[spec.name]
+            if part.is_sharded or first:
+                _write_at(descriptor, _raw_bytes(part.local), position + part.start * part.local.element_size())
+            position += spec.nbytes
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _bytes_of(part: TensorSlice) -> int:
+    return part.shape.numel() * part.local.element_size()
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
+
+
+def load_tensors(path: Path, like: Callable[[str], Tensor | None] = lambda name: None) -> dict[str, Tensor]:
+    """Load a safetensors file. Where `like` returns a sharded tensor of the same shape for a name, only this rank's
+    rows are loaded."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: _load_tensor(file, name, like(name)) for name in file.keys()}  # noqa: SIM118  # not a dict
     except (OSError, SafetensorError) as error:
         raise CorruptData(f"{path}: {error}") from None
+
+
+def _load_tensor(file: Any, name: str, like: Tensor | None) -> Tensor:
+    if not isinstance(like, DTensor):
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    rows = file.get_slice(name)
+    if list(like.shape) != rows.get_shape():
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    return like_sharded(like, lambda first, end: rows[first:end])
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
@@ -170,15 +224,16 @@ def copy(core: LearnerCore, copies: StateCopies) -> StateCopy:
     }
     if core.adapters is not None:
         small_files[ADAPTER_CONFIG] = adapter_config_json(core.adapters.adapter)
-    return copies.make(changing_tensors(core), _constant_tensors(core), small_files)
+    first = core.ranks is None or core.ranks.is_first
+    return copies.make(changing_tensors(core), _constant_tensors(core), small_files, first)
 
 
 def write(state: StateCopy, directory: Path) -> None:
     """Write a copied state. On `OSError` the directory is left incomplete and is not a valid state."""
-    for name, tensors in state.files.items():
-        write_tensors(directory / name, tensors)
+    for name, slices in state.files.items():
+        write_slices(directory / name, slices, state.first)
         diagnostics.crash_point(f"save.{name.removesuffix('.safetensors')}")
-    for name, data in state.small_files.items():
+    for name, data in state.small_files.items() if state.first else ():
         write_durably(directory / name, data)
     diagnostics.crash_point("save.done")
 
@@ -217,8 +272,7 @@ def _critic_tensors(core: LearnerCore) -> Tensors:
 
 
 def _generators(core: LearnerCore) -> Tensors:
-    device = core.model.device
-    on_device = {CUDA_RNG: torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    on_device = {CUDA_RNG: torch.cuda.get_rng_state(core.device)} if core.device.type == "cuda" else {}
     return {RNG: torch.get_rng_state()} | on_device
 
 
@@ -229,8 +283,10 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
     """Restore the state and return its version. Accumulated gradients are dropped."""
     directory = Path(directory)
     weights_file = _weights_file(core, directory)
-    weights = load_tensors(weights_file)
-    optimizer = load_tensors(directory / OPTIMIZER_FILE)
+    own = core.model.state_dict() if core.adapters is None else core.adapters.tensors()
+    weights = load_tensors(weights_file, own.get)
+    parameters = core.parameters | core.critic_parameters
+    optimizer = load_tensors(directory / OPTIMIZER_FILE, lambda name: parameters.get(name.partition("/")[2]))
     counters, random_state = _read_small(directory)
     if core.adapters is not None:
         _check_adapters(core.adapters, directory, counters)
@@ -241,7 +297,7 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
     diagnostics.crash_point("load.middle")
     if core.reference is not None:
         file = directory / REFERENCE_FILE
-        core.reference.load(load_tensors(file) if file.exists() else {})
+        core.reference.load(load_tensors(file, core.reference.tensors().get) if file.exists() else {})
     generators = {name: optimizer.pop(name) for name in (RNG, CUDA_RNG) if name in optimizer}
     _copy_into_critic(core, optimizer)
     _copy_into_optimizer(core, optimizer)
@@ -295,8 +351,8 @@ def _read_small(directory: Path) -> tuple[Counters, bytes]:
 
 def _restore_generators(core: LearnerCore, states: Tensors) -> None:
     torch.set_rng_state(states[RNG])
-    if CUDA_RNG in states and core.model.device.type == "cuda":
-        torch.cuda.set_rng_state(states[CUDA_RNG], core.model.device)
+    if CUDA_RNG in states and core.device.type == "cuda":
+        torch.cuda.set_rng_state(states[CUDA_RNG], core.device)
 
 
 def _copy_into_critic(core: LearnerCore, tensors: Tensors) -> None:

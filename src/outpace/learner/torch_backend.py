@@ -29,10 +29,10 @@ class TorchBackend(LearnerCore):
         model = model or load_model(
             config.model.path,
             dtype="float32",
-            device=settings.device,
+            device=settings.device if settings.ranks is None else "cpu",
             trust_remote_code=config.model.trust_remote_code,
         )
-        super().__init__(model, config)
+        super().__init__(model, config, ranks=settings.ranks)
         if settings.sharing is not None:
             call_at_every_layer(self.compute_model, settings.sharing.adjust)
         self._copies = StateCopies()

@@ -21,7 +21,7 @@ import threading
 import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,10 @@ from torch import Tensor
 
 from outpace.config import Config
 from outpace.hardware.placement import transport_of
+from outpace.learner.ranks import Ranks
 from outpace.types import Manifest, TensorSpec, Version, WeightDelta
 from outpace.weights import delta, snapshot
+from outpace.weights.slices import local_part, slice_of
 from outpace.weights.snapshot import DATA_OFFSET, VOID, SnapshotFile, padded
 
 
@@ -152,8 +154,9 @@ def distinct_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     distinct: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        identity = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() == 0 or identity not in seen:
+        local = local_part(tensor)
+        identity = (local.data_ptr(), tuple(local.shape), local.stride())
+        if local.numel() == 0 or identity not in seen:
             distinct[name] = tensor
         seen.add(identity)
     return distinct
@@ -227,11 +230,15 @@ class WeightWriter(ABC, Generic[B]):
         """Copy the tensors into a free buffer. Later changes of the weights do not affect it."""
         timer = CopyTimer(self._device)
         distinct = self.lay_out(tensors)
-        buffer = self._buffers.take(version, leased)
+        buffer = self._take(version, leased)
         with torch.no_grad():
             self._fill(buffer, list(distinct.values()))
         timer.end()
         return SnapshotDraft(buffer, timer)
+
+    def _take(self, version: Version, leased: Collection[Version]) -> B:
+        """Return the buffer of the next snapshot."""
+        return self._buffers.take(version, leased)
 
     @abstractmethod
     def seal(self, draft: SnapshotDraft[B]) -> Manifest:
@@ -252,7 +259,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class _MappedBuffer(SnapshotBuffer):
+class MappedBuffer(SnapshotBuffer):
     path: Path
     mapping: mmap.mmap
     delta: Path | None = None
@@ -262,7 +269,7 @@ class _MappedBuffer(SnapshotBuffer):
         self.mapping[: len(label)] = label
 
 
-class SnapshotWriter(WeightWriter[_MappedBuffer]):
+class SnapshotWriter(WeightWriter[MappedBuffer]):
     """Writes snapshots into files."""
 
     def __init__(
@@ -279,15 +286,17 @@ class SnapshotWriter(WeightWriter[_MappedBuffer]):
         self._directory = Path(directory)
         self._deltas = Path(deltas) if deltas is not None else None
 
-    def _fill(self, buffer: _MappedBuffer, tensors: list[Tensor]) -> None:
+    def _fill(self, buffer: MappedBuffer, tensors: list[Tensor]) -> None:
         """Copy the tensors. The header is void meanwhile, so that a late reader detects the reuse."""
-        buffer.label(self._incarnation, VOID)
-        _remove_delta(buffer)
-        for view, tensor in zip(buffer.views, tensors, strict=True):
-            view.copy_(tensor)
+        self._void(buffer)
+        copy_slices(buffer.views, tensors)
         buffer.label(self._incarnation, buffer.version)
 
-    def seal(self, draft: SnapshotDraft[_MappedBuffer]) -> Manifest:
+    def _void(self, buffer: MappedBuffer) -> None:
+        buffer.label(self._incarnation, VOID)
+        _remove_delta(buffer)
+
+    def seal(self, draft: SnapshotDraft[MappedBuffer]) -> Manifest:
         """Compute checksums and delta."""
         buffer, content = draft.buffer, draft.buffer.content
         specs = [
@@ -306,7 +315,7 @@ class SnapshotWriter(WeightWriter[_MappedBuffer]):
             _remove_delta(buffer)
         super().close()
 
-    def _delta(self, directory: Path, buffer: _MappedBuffer, specs: list[TensorSpec]) -> WeightDelta | None:
+    def _delta(self, directory: Path, buffer: MappedBuffer, specs: list[TensorSpec]) -> WeightDelta | None:
         """Write the delta from the latest complete snapshot.
 
         None if there is no earlier snapshot, if nearly everything changed, or if writing fails: deltas are optional."""
@@ -324,11 +333,11 @@ class SnapshotWriter(WeightWriter[_MappedBuffer]):
         buffer.delta = path if changes is not None else None
         return changes
 
-    def _new_buffer(self, number: int) -> _MappedBuffer:
+    def _new_buffer(self, number: int) -> MappedBuffer:
         path = self._directory / f"{self._incarnation}-{number}.weights"
         mapping = snapshot.allocate(path, self._layout.end)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        return _MappedBuffer(content=content, views=self._layout.views(content), path=path, mapping=mapping)
+        return MappedBuffer(content=content, views=self._layout.views(content), path=path, mapping=mapping)
 
 
 def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
@@ -345,7 +354,17 @@ def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
     return tensors
 
 
-def _remove_delta(buffer: _MappedBuffer) -> None:
+def copy_slices(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy what this process holds of the tensors into views of the whole ones."""
+    for view, tensor in zip(views, tensors, strict=True):
+        part = slice_of(tensor)
+        if part.is_sharded:
+            view.view(-1)[part.start : part.start + part.local.numel()].copy_(part.local.reshape(-1))
+        else:
+            view.copy_(tensor)
+
+
+def _remove_delta(buffer: MappedBuffer) -> None:
     if buffer.delta is not None:
         buffer.delta.unlink(missing_ok=True)
         buffer.delta = None
@@ -370,15 +389,21 @@ def _buffer_of(data: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def build_snapshot_writer(config: Config, device: str, directory: Path, incarnation: str) -> WeightWriter[Any]:
-    """Return a writer into GPU memory (CUDA IPC) or shared memory, for weights on `device`.
+def build_snapshot_writer(
+    config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
+) -> WeightWriter[Any]:
+    """Return a writer into GPU memory (CUDA IPC) or shared memory, for weights on `device`, sharded over `ranks`.
 
     Adapters and deltas are read from files, so they always use shared memory."""
-    from outpace.weights.cuda_ipc import DeviceSnapshotWriter  # which imports the buffers of this module
+    # These import the buffers of this module.
+    from outpace.weights.cuda_ipc import DeviceSnapshotWriter
+    from outpace.weights.sharded_snapshots import ShardedSnapshotWriter
 
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     in_files = config.lora.rank > 0 or config.weights.delta
-    if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files:
+    if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files and ranks is None:
         return DeviceSnapshotWriter(device, incarnation, dtype)
     deltas = Path(config.weights.dir or directory) if config.weights.delta else None
+    if ranks is not None:
+        return ShardedSnapshotWriter(directory, incarnation, dtype, deltas, ranks)
     return SnapshotWriter(directory, incarnation, dtype, deltas)

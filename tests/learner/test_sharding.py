@@ -1,0 +1,145 @@
+"""A learner sharded over processes trains like one process: gradients, weights, scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.presets import AGGREGATIONS, STREAMED, WHOLE_BATCH
+from learner.ranks import run_ranks
+from learner.small import make_llama, make_records
+from outpace.learner.batch_learner import BatchLearner
+from outpace.learner.core import LearnerCore, sequence_logprobs
+from outpace.learner.ranks import Ranks, RankSettings
+from outpace.types import GroupRecord
+from support import resolved
+
+pytestmark = pytest.mark.slow
+
+LORA = {"lora.rank": 4, "lora.targets": ["q_proj", "v_proj"]}
+TWO_UPDATES = {"algorithm.minibatches": 2, "policy_loss.name": "ppo"}
+UNTIED = "untied"
+
+CASES: dict[str, dict[str, Any]] = {
+    **STREAMED,
+    **WHOLE_BATCH,
+    **{name: {"policy_loss.aggregation": name} for name in AGGREGATIONS},
+    "lora": LORA,
+    "lora_kl": LORA | {"kl.coefficient": 0.1},
+    "shared_critic": {"advantage.name": "gae", "critic.shared": True},
+    "updated_reference": {"kl.coefficient": 0.1, "kl.sync_every": 2},
+    "two_updates": TWO_UPDATES,
+    "checkpointing": {"learner.gradient_checkpointing": True},
+    "gathered": {"learner.reshard": False},
+    "small_passes": {"learner.tokens_per_pass": 40},
+    UNTIED: {},
+}
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+TOLERANCES = {"float64": 1e-6, "float32": 1e-4}
+STEPS = 5
+
+
+@dataclass
+class Compared:
+    """Largest differences between a sharded and a plain learner, relative to the plain one's norms."""
+
+    gradient: float  # of the first update
+    weights: float  # after all steps
+    reports: float  # of all step reports
+    scores: float
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def all_values(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([whole(tensor.detach()).flatten().double() for _, tensor in sorted(tensors.items())])
+
+
+class Trained:
+    """A learner after some steps, with the gradient of its first update."""
+
+    def __init__(self, case: str, dtype: torch.dtype, ranks: Ranks | None) -> None:
+        config = resolved({"learner.lr": 1e-2, **CASES[case]})
+        self.core = LearnerCore(make_llama(tie_word_embeddings=case != UNTIED), config, dtype, ranks)
+        self.gradients: list[Tensor] = []
+        self.reports = []
+        batch = None if config.learner.stream else BatchLearner(self.core, config)
+        update = self.core.update
+
+        def recording() -> None:
+            gradients = {name: p.grad for name, p in self.core.parameters.items() if p.grad is not None}
+            self.gradients.append(all_values(gradients))
+            update()
+
+        self.core.update = recording  # type: ignore[method-assign]
+        for step in range(STEPS):
+            records = [record for record in make_records() if record.group % STEPS != step]
+            self._train(records, batch)
+
+    def _train(self, records: list[GroupRecord], batch: BatchLearner | None) -> None:
+        for chunk in (records[:1], records[1:]):
+            if batch is not None:
+                batch.add(chunk, replayed=False)
+            else:
+                self.core.accumulate([row for record in chunk for row in record.rows])
+        self.reports.append(self.core.step() if batch is None else batch.train())
+
+    def weights(self) -> Tensor:
+        return all_values(dict(self.core.parameters | self.core.critic_parameters))
+
+    def numbers(self) -> Tensor:
+        return torch.tensor(
+            [[report.loss, report.grad_norm, report.tokens, *report.metrics.values()] for report in self.reports],
+            dtype=torch.float64,
+        )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def join(rank: int, size: int) -> Ranks:
+    return Ranks(RankSettings(rank, size, "", 60.0), "cpu")
+
+
+def compare_on_rank(size: int, rank: int) -> dict[tuple[str, str], Compared]:
+    ranks = join(rank, size)
+    found = {}
+    sequences = [row.tokens for record in make_records() for row in record.rows]
+    for name in CASES:
+        for dtype in DTYPES:
+            sharded, plain = (Trained(name, DTYPES[dtype], each) for each in (ranks, None))
+            scores = [np.concatenate(sequence_logprobs(each.core, sequences, 0.7)) for each in (sharded, plain)]
+            found[name, dtype] = Compared(
+                difference(sharded.gradients[0], plain.gradients[0]),
+                difference(sharded.weights(), plain.weights()),
+                float((sharded.numbers() - plain.numbers()).abs().max()),
+                float(np.abs(scores[0] - scores[1]).max()),
+            )
+    return found
+
+
+@cache
+def compared(size: int) -> list[dict[tuple[str, str], Compared]]:
+    return run_ranks(partial(compare_on_rank, size), size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_sharded_learner_trains_like_one_process(case: str, dtype: str, size: int) -> None:
+    for result in compared(size):
+        found = result[case, dtype]
+        assert found.gradient <= TOLERANCES[dtype]
+        assert found.weights <= 1e-3
+        assert found.reports <= 1e-3
+        assert found.scores <= 1e-3
