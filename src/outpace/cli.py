@@ -131,7 +131,7 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     if arguments.dry_run:
         resolved = resolve(config)
         print(dump_toml(resolved), end="")
-        print("\n" + "\n".join(f"# {line}" for line in placement_of(resolved).lines()))
+        print("\n" + "\n".join(f"# {line}" for line in placement_of(resolved).lines(resolved)))
         return 0
     run_plan(make_plan(config, UserObjects(), arguments.quiet), resume=resumes)
     return 0

@@ -53,6 +53,13 @@ class ComponentLost(ComponentFailed):
     """A component or the connection to it is gone. The call may be retried on its successor."""
 
 
+class CollectiveFailed(OutpaceError):
+    """A collective call failed in a process of a sharded learner, usually because another one failed or does not
+    respond."""
+
+    exit_code = 4
+
+
 class Stalled(OutpaceError):
     """No progress within the configured time. The message names the longest waits."""
 

@@ -126,6 +126,112 @@ def test_a_model_that_cannot_fit_is_refused() -> None:
         checked(LARGE | {"engine.slots": 8, "lora.rank": 8}, 20 * GB, shape=replace(SMOLLM2, parameters=7 * GB))
 
 
+# --------------------------------------------------------------------------------------------------- a sharded learner
+
+QWEN_7B = ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 18_944, 152_064, 32_768, 2)
+SHARDED = {"model.dtype": "bfloat16", "engine.kind": "vllm", "engine.slots": 64, "engine.context": 4096}
+OF_7B = 7_615_616_512
+
+
+def sharded(**values: Any) -> int:
+    """Memory in any case of one process of a learner of Qwen2.5-7B on GPUs."""
+    learner = {f"learner.{key}": value for key, value in values.items()}
+    return learner_memory(resolved(SHARDED | learner), QWEN_7B, on_gpu=True).fixed
+
+
+def test_weights_gradients_and_optimizer_state_are_divided_among_the_processes() -> None:
+    two, four, eight = (sharded(devices=count) for count in (2, 4, 8))
+    assert two - four == pytest.approx(16 * OF_7B / 4, rel=0.01)
+    assert four - eight == pytest.approx(16 * OF_7B / 8, rel=0.01)
+
+
+def test_without_reshard_every_process_holds_all_layers_in_the_dtype_of_the_model() -> None:
+    layers = 28 - 2
+    assert sharded(devices=8, reshard=False) - sharded(devices=8) == layers * 2 * QWEN_7B.layer
+
+
+def test_offload_leaves_only_gathered_weights_on_the_gpu() -> None:
+    assert sharded(devices=4) - sharded(devices=4, offload=True) == 4 * OF_7B
+    assert sharded(devices=4, offload=True) == sharded(devices=8, offload=True) == sharded(offload=True)
+
+
+def test_embeddings_and_output_head_are_gathered_whole() -> None:
+    tied = replace(QWEN_7B, vocabulary_matrices=1)
+    config = resolved(SHARDED | {"learner.devices": 8})
+    matrix = QWEN_7B.vocabulary * QWEN_7B.width
+    less = learner_memory(config, QWEN_7B, on_gpu=True).fixed - learner_memory(config, tied, on_gpu=True).fixed
+    assert less == pytest.approx(12 * matrix, rel=0.1)
+
+
+def test_a_reference_model_is_sharded_too() -> None:
+    def fixed(devices: int, coefficient: float) -> int:
+        settings = SHARDED | {"learner.devices": devices, "kl.coefficient": coefficient}
+        return learner_memory(resolved(settings), QWEN_7B, on_gpu=True).fixed
+
+    assert fixed(4, 0.1) - fixed(4, 0.0) == OF_7B
+    assert fixed(8, 0.1) - fixed(8, 0.0) == OF_7B // 2
+
+
+def test_a_7b_model_that_does_not_fit_on_one_gpu_fits_on_four() -> None:
+    with pytest.raises(BadInput, match=r"^model\.path: .*learner\.devices"):
+        checked(SHARDED, 80 * GB, gpus=2, shape=QWEN_7B)
+    assert checked(SHARDED | {"learner.devices": 4, "learner.tokens_per_pass": 4096}, 80 * GB, 5, QWEN_7B) == []
+
+
+def test_gpus_with_the_same_problem_are_reported_in_one_line() -> None:
+    (line,) = checked(SHARDED | {"learner.devices": 4, "learner.tokens_per_pass": 65_536}, 80 * GB, 5, QWEN_7B)
+    assert "GPUs 0, 1, 2, 3" in line
+    assert "learner.tokens_per_pass" in line
+
+
+def test_offloading_is_refused_if_the_memory_of_the_host_is_too_small() -> None:
+    config = resolved(SHARDED | {"learner.offload": True})
+    placement = assign_gpus(config, ["0", "1"])
+    gpus = {"0": 140 * GB, "1": 140 * GB}
+    assert check_memory(config, placement, QWEN_7B, AvailableMemory(gpus, 200 * GB)) == []
+    with pytest.raises(BadInput, match=r"^learner\.offload: "):
+        check_memory(config, placement, QWEN_7B, AvailableMemory(gpus, 100 * GB))
+
+
+def test_all_processes_of_a_learner_on_the_cpu_share_the_memory_of_the_machine() -> None:
+    on_cpu = {"learner.devices": 4, "engine.slots": 4, "engine.context": 1024, "eval.count": 0, "run.device": "cpu"}
+    config = resolved(on_cpu | {"learner.tokens_per_pass": 8192})
+    one = learner_memory(config, SMOLLM2)
+    engine = engine_memory(config, SMOLLM2)
+    assert checked(on_cpu | {"learner.tokens_per_pass": 8192}, 4 * one.most + engine.most + GB) == []
+    assert checked(on_cpu | {"learner.tokens_per_pass": 8192}, 3 * one.most + engine.most) != []
+
+
+def test_passes_of_a_sharded_learner_use_the_memory_that_sharding_frees() -> None:
+    def chosen(devices: int) -> int:
+        config = resolved(SHARDED | {"learner.devices": devices})
+        names = [str(index) for index in range(devices + 1)]
+        available = AvailableMemory(dict.fromkeys(names, 140 * GB), 1000 * GB)
+        return fitting_tokens_per_pass(config, assign_gpus(config, names), QWEN_7B, available)
+
+    assert chosen(2) < chosen(4) < chosen(8)
+
+
+def test_the_output_head_is_found_in_the_files_of_a_model(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    starter = resolve_model("starter")
+    shape = ModelShape.read(starter)
+    assert shape is not None
+    assert shape.vocabulary_matrices == 1, "the starter ties its output head to its embeddings"
+    shutil.copy(starter / "config.json", tmp_path)
+    tensors = load_file(starter / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    untied = ModelShape.read(tmp_path)
+    assert untied is not None
+    assert untied.vocabulary_matrices == 2
+    assert untied.layer == shape.layer
+
+
+# ---------------------------------------------------------------------------------------------------------- GPU sizes
+
+
 def test_a_gpu_of_unknown_size_is_not_checked() -> None:
     config = resolved(LARGE | {"engine.slots": 10**6})
     assert check_memory(config, assign_gpus(config, ["MIG-a"]), SMOLLM2, AvailableMemory({}, GB)) == []

@@ -9,7 +9,13 @@ import pytest
 
 from outpace.config import Config
 from outpace.errors import BadInput
-from outpace.hardware.cores import learner_threads
+from outpace.hardware.cores import (
+    ComputeUnits,
+    compute_units,
+    learner_shares_cores,
+    learner_threads,
+    shares_cores,
+)
 from outpace.hardware.placement import Placement, assign_gpus, listed_gpus, placement_of, torch_has_cuda
 from outpace.run.build import ComponentSpecs
 from outpace.runtime.components import Resources
@@ -227,7 +233,7 @@ def test_child_processes_see_only_their_own_gpus(visible: str, monkeypatch: pyte
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     first, second, third = visible.split(",")
     specs = ComponentSpecs(config(engine__count=2), tmp_path, tmp_path)
-    assert specs.learner().resources.gpus == [first]
+    assert specs.learners()[0].resources.gpus == [first]
     assert [spec.resources.gpus for spec in specs.engines()] == [[second], [third]]
     assert [spec.resources.gpus for spec in specs.workers()] == [[]]
     with_gpu = ComponentSpecs(config(rollout__gpus=1), tmp_path, tmp_path)
@@ -238,7 +244,7 @@ def test_decisions_that_depend_on_all_gpus_are_made_before_child_processes_start
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    spec = ComponentSpecs(config(), tmp_path, tmp_path).learner()
+    spec = ComponentSpecs(config(), tmp_path, tmp_path).learners()[0]
     assert spec.resources == Resources(learner_threads(config()), ["0"], 1.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert Config.model_validate(spec.settings["config"]).weights.transport == "memory"
@@ -247,7 +253,7 @@ def test_decisions_that_depend_on_all_gpus_are_made_before_child_processes_start
 def test_on_a_cpu_cuda_visible_devices_is_left_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     specs = ComponentSpecs(config(run__device="cpu", engine__count=1), tmp_path, tmp_path)
-    assert [spec.resources.gpus for spec in [specs.learner(), *specs.engines()]] == [None, None]
+    assert [spec.resources.gpus for spec in [*specs.learners(), *specs.engines()]] == [None, None]
     assert placement_of(config(run__device="cpu")).learner.gpus == []
 
 
@@ -296,8 +302,12 @@ def test_a_joining_embedded_engine_gets_the_gpu_with_the_fewest_engines() -> Non
     assert placed(0).assign_joining_engine([]).gpus == []
 
 
+def printed(gpus: int, **values: Any) -> list[str]:
+    return list(placed(gpus, **values).lines(config(**values)))
+
+
 def test_the_placement_is_printed_per_process() -> None:
-    learner, *engines, workers, weights = placed(2, engine__count=2, rollout__gpus=1).lines()
+    learner, *engines, workers, weights = printed(2, engine__count=2, rollout__gpus=1)
     assert learner == "learner: GPU 0"
     assert len(engines) == 2
     for number, engine in enumerate(engines):
@@ -305,4 +315,140 @@ def test_the_placement_is_printed_per_process() -> None:
         assert names(engine, "45%")
     assert names(workers, "workers GPU 1")
     assert names(weights, "weights memory")
-    assert list(placed(0).lines())[:2] == ["learner: CPU", "engine-0: CPU"]
+    assert printed(0)[:2] == ["learner: CPU", "engine-0: CPU"]
+
+
+# --------------------------------------------------------------------------------------------------- a sharded learner
+
+
+def ranks(placement: Placement) -> list[str]:
+    return ["+".join(learner.gpus) for learner in placement.learners]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "learners", "engines"),
+    [
+        (8, {"learner__devices": 4, "engine__count": 4}, ["0", "1", "2", "3"], ["4", "5", "6", "7"]),
+        (3, {"learner__devices": 2, "engine__count": 2}, ["0", "1"], ["2", "2"]),
+        (3, {"learner__devices": 2, "engine__kind": "embedded"}, ["0", "1"], ["2"]),
+        (8, {"learner__devices": 4, "launch__args": ["-tp", "2"], "engine__count": 2}, list("0123"), ["4+5", "6+7"]),
+        (8, {"learner__devices": 2, "launch__args": ["-tp", "2", "-dp", "3"]}, ["0", "1"], ["2+3+4+5+6+7"]),
+        (4, {"learner__devices": 4, "engine__urls": ["http://elsewhere:1"]}, list("0123"), [""]),
+        (0, {"learner__devices": 3}, ["", "", ""], [""]),
+        (4, {"learner__devices": 2, "run__device": "cpu"}, ["", ""], [""]),
+        (4, {"learner__devices": 2, "launch__env": {"CUDA_VISIBLE_DEVICES": "0,1"}}, ["2", "3"], ["0+1"]),
+        (2, {"learner__devices": 2, "launch__env": {"CUDA_VISIBLE_DEVICES": ""}}, ["0", "1"], [""]),
+    ],
+)
+def test_every_process_of_a_sharded_learner_gets_one_gpu_and_engines_get_the_others(
+    gpus: int, values: dict[str, Any], learners: list[str], engines: list[str]
+) -> None:
+    placement = placed(gpus, **values)
+    assert ranks(placement) == learners
+    assert on(placement) == engines
+    assert {learner.memory for learner in placement.learners} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values"),
+    [
+        (2, {"learner__devices": 4}),
+        (2, {"learner__devices": 4, "engine__urls": ["http://elsewhere:1"]}),
+        (4, {"learner__devices": 4}),
+        (4, {"learner__devices": 4, "engine__kind": "embedded"}),
+        (4, {"learner__devices": 3, "launch__args": ["-tp", "2"]}),
+        (4, {"learner__devices": 2, "launch__env": {"CUDA_VISIBLE_DEVICES": "0,1,2"}}),
+        (2, {"learner__devices": 2, "launch__env": {"CUDA_VISIBLE_DEVICES": "0,1"}}),
+    ],
+)
+def test_a_sharded_learner_is_refused_if_it_leaves_no_gpu_for_an_engine(gpus: int, values: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=r"^learner\.devices: ") as refused:
+        placed(gpus, **values)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "workers"),
+    [
+        (4, {"learner__devices": 2, "rollout__gpus": 1}, ["3"]),
+        (3, {"learner__devices": 2, "rollout__gpus": 1}, ["2"]),
+        (5, {"learner__devices": 4, "rollout__gpus": 1, "engine__urls": ["http://elsewhere:1"]}, ["4"]),
+    ],
+)
+def test_rollout_workers_share_no_gpu_with_a_sharded_learner_if_there_is_another(
+    gpus: int, values: dict[str, Any], workers: list[str]
+) -> None:
+    placement = placed(gpus, **values)
+    assert placement.workers == workers
+    assert not set(workers) & set(ranks(placement))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values"),
+    [
+        (1, {"learner__offload": True}),
+        (4, {"learner__offload": True}),
+        (4, {"learner__devices": 2}),
+        (4, {"learner__devices": 2, "learner__offload": True}),
+    ],
+)
+def test_a_sharded_learner_never_sends_weights_by_cuda_ipc(gpus: int, values: dict[str, Any]) -> None:
+    assert placed(gpus, **values).transport == "memory"
+
+
+def test_a_learner_on_one_gpu_that_offloads_may_share_it_with_a_server() -> None:
+    placement = placed(1, learner__offload=True)
+    assert (ranks(placement), on(placement)) == (["0"], ["0"])
+    assert placement.learner.memory == pytest.approx(0.55)
+
+
+def test_a_server_that_joins_gets_no_gpu_of_a_sharded_learner() -> None:
+    placement = placed(4, learner__devices=2)
+    assert on(placement) == ["2"]
+    assert placement.assign_joining_engine(placement.engines).gpus == ["3"]
+
+
+def test_the_threads_of_the_learner_are_divided_among_its_processes() -> None:
+    assert learner_threads(config(learner__threads=8, learner__devices=4)) == 2
+    assert learner_threads(config(run__threads=8, learner__devices=3)) == 2
+    assert learner_threads(config(learner__threads=2, learner__devices=4)) == 1
+
+
+def test_only_a_learner_that_is_not_sharded_shares_cores_with_engines() -> None:
+    on_cpu = {"run__device": "cpu", "engine__kind": "embedded"}
+    assert learner_shares_cores(config(**on_cpu))
+    assert not learner_shares_cores(config(**on_cpu, learner__devices=2))
+    assert not learner_shares_cores(config(**on_cpu, learner__offload=True))
+    assert shares_cores(config(**on_cpu, learner__devices=2), None), "engines still follow the load"
+
+
+def test_the_work_of_a_sharded_learner_counts_for_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    args = {"engine__count": 2, "launch__args": ["-tp", "2"]}
+    assert compute_units(config(learner__devices=4, **args)) == ComputeUnits(8, True, per_engine=2, per_learner=4)
+
+
+def test_the_printed_placement_says_what_computes_where() -> None:
+    values = {
+        "learner__devices": 2,
+        "engine__count": 2,
+        "launch__args": ["-tp", "2"],
+        "kl__coefficient": 0.1,
+        "rollout__gpus": 1,
+        "judge__base_url": "http://user:secret@judge:8000/v1",
+    }
+    lines = dict(line.split(": ", 1) for line in printed(7, **values))
+    assert (lines["learner"], lines["learner-1"]) == ("GPU 0", "GPU 1")
+    assert names(lines["reference model"], "GPUs 0, 1 learner")
+    assert names(lines["engine-0"], "GPUs 2, 3 tensor-parallel 2")
+    assert names(lines["engine-1"], "GPUs 4, 5 tensor-parallel 2")
+    assert names(lines["rollout workers and reward functions"], "GPU 6")
+    assert names(lines["judge"], "judge:8000")
+    assert "secret" not in lines["judge"]
+    assert lines["weights"] == "memory"
+
+
+def test_the_printed_placement_names_servers_that_are_already_running() -> None:
+    lines = printed(1, engine__urls=["http://one:8000", "http://two:8000"])
+    assert names(lines[1], "engine-0 one:8000")
+    assert names(lines[2], "engine-1 two:8000")

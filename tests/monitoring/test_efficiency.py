@@ -96,6 +96,14 @@ def test_an_engine_of_two_gpus_counts_twice(clock: Clock) -> None:
     assert tracker.run_total().efficiency == pytest.approx(0.7)
 
 
+def test_a_learner_of_two_processes_counts_twice(clock: Clock) -> None:
+    tracker = EfficiencyTracker(ComputeUnits(3, are_gpus=True, per_learner=2), clock)
+    clock.now += 10
+    tracker.engines({"e": engine(9.0, 1000)})
+    tracker.learner(learner(6.0, 900))
+    assert tracker.run_total().efficiency == pytest.approx(0.7)
+
+
 def test_on_unknown_gpus_no_efficiency_is_reported(clock: Clock) -> None:
     tracker = EfficiencyTracker(None, clock)
     clock.now += 10

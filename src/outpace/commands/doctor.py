@@ -23,7 +23,13 @@ from rich.table import Table
 import outpace.models
 from outpace.config import Config
 from outpace.errors import BadInput, plural
-from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
+from outpace.hardware.cores import (
+    available_cores,
+    engine_threads,
+    learner_shares_cores,
+    learner_threads,
+    shares_cores,
+)
 from outpace.hardware.cpu import supports_bfloat16
 from outpace.hardware.placement import assign_gpus, visible_gpus
 
@@ -122,7 +128,7 @@ def check_threads(config: Config, available: int) -> Check:
     """Check that there are not more threads than cores: oversubscription is slower than fewer threads."""
     counts = {
         "engine": engine_threads(config) if not shares_cores(config, config.engine.threads) else None,
-        "learner": learner_threads(config) if not shares_cores(config, config.learner.threads) else None,
+        "learner": learner_threads(config) if not learner_shares_cores(config) else None,
     }
     listed = ", ".join(f"{name} {count or 'dynamic'}" for name, count in counts.items())
     oversubscribed = max(count or 0 for count in counts.values()) > available
@@ -165,7 +171,7 @@ def check_gpu() -> Check:
 def check_placement(config: Config, gpus: Sequence[str]) -> Check:
     """Report the devices that a run with this config would use."""
     try:
-        return Check("Placement", "; ".join(assign_gpus(config, gpus).lines()))
+        return Check("Placement", "; ".join(assign_gpus(config, gpus).lines(config)))
     except BadInput as error:
         return Check("Placement", "not possible", str(error))
 

@@ -319,7 +319,8 @@ class LearnerConfig(Section):
     compile: bool = True
     """Compile the model's layers on a GPU, which takes some seconds at the start."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU compute threads of the learner. Default: run.threads, or as many as the machine's load allows."""
+    """CPU compute threads of the learner, divided among its processes. Default: run.threads, or as many as the
+    machine's load allows; a sharded learner uses all cores."""
     stream: bool | None = None
     """Train on groups as they arrive instead of waiting for the complete batch. Default: on, unless the algorithm needs
     the complete batch (a normalizer, a critic, several updates, the mask `m2po`, KL in the reward)."""
@@ -329,14 +330,14 @@ class LearnerConfig(Section):
     """Your own learner backend, as `package.module:Class` or `path/to/file.py:Class`. Default: the built-in one."""
 
     devices: int = Field(default=1, ge=1)
-    """Number of processes that the learner is sharded over with FSDP2, each on its own GPU, or all on the CPU if there is
-    no GPU. Each holds a part of the weights, gradients and optimizer state."""
+    """Number of processes that share the learner's weights, gradients and optimizer state, each on its own GPU, or all
+    on the CPU if there is no GPU. Above 1 the model is sharded with FSDP2."""
     reshard: bool = True
     """With a sharded learner: free the gathered weights of a layer after its forward pass and gather them again for the
     backward pass. Off: faster, and each GPU holds the whole model in bfloat16 during a pass."""
     offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when it computes. Uses
-    FSDP2 with one device too."""
+    """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when it computes.
+    Uses FSDP2 with one device too."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
     """End the run if the processes of a sharded learner wait longer than this for one of them."""
 

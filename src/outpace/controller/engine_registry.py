@@ -135,10 +135,11 @@ class Components:
     sockets: dict[str, str] = field(default_factory=dict)  # on which workers call each engine
     urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was already running
     producer: Producer | None = None
+    learner_names: list[str] = field(default_factory=lambda: [LEARNER])  # of all its ranks
 
     @property
     def names(self) -> list[str]:
-        return [LEARNER, *self.engines, *self.samplers]
+        return [*self.learner_names, *self.engines, *self.samplers]
 
     @property
     def samplers(self) -> dict[str, Worker | Producer]:

@@ -54,17 +54,19 @@ class ComputeUnits:
     count: int
     are_gpus: bool = False
     per_engine: int = 1  # GPUs of one engine
+    per_learner: int = 1  # learner processes, each of which works as long as the first one, which reports its work
 
 
 def compute_units(config: Config) -> ComputeUnits | None:
     """Return the cores or GPUs of a run, or None if unknown: the GPUs of servers that are already running."""
     if not uses_gpu(config):
-        return ComputeUnits(available_cores())
+        return ComputeUnits(available_cores(), per_learner=config.learner.devices)
     if config.engine.urls:
         return None
     placement = placement_of(config)
-    gpus = {gpu for each in (placement.learner, *placement.engines) for gpu in each.gpus}
-    return ComputeUnits(len(gpus), are_gpus=True, per_engine=max(len(each.gpus) for each in placement.engines) or 1)
+    gpus = {gpu for each in (*placement.learners, *placement.engines) for gpu in each.gpus}
+    per_engine = max(len(each.gpus) for each in placement.engines) or 1
+    return ComputeUnits(len(gpus), are_gpus=True, per_engine=per_engine, per_learner=len(placement.learners))
 
 
 def shares_cores(config: Config, own: int | None) -> bool:
@@ -72,6 +74,12 @@ def shares_cores(config: Config, own: int | None) -> bool:
     Deterministic runs use fixed counts, because thread counts change the last bits; so do runs on a GPU."""
     fixed = own or config.run.threads or config.run.deterministic or uses_gpu(config)
     return not fixed
+
+
+def learner_shares_cores(config: Config) -> bool:
+    """Return whether the learner's thread count follows the load. The processes of a sharded learner use fixed
+    counts: they compute in step, so the slowest one would hold up all."""
+    return not config.learner.sharded and shares_cores(config, config.learner.threads)
 
 
 def engine_threads(config: Config) -> int:
@@ -87,8 +95,10 @@ def engine_threads(config: Config) -> int:
 
 
 def learner_threads(config: Config) -> int:
-    """Return the maximum number of compute threads of the learner."""
-    return config.learner.threads or config.run.threads or available_cores()
+    """Return the maximum number of compute threads of one learner process. The threads of the learner are divided
+    among its processes."""
+    threads = config.learner.threads or config.run.threads or available_cores()
+    return max(1, threads // config.learner.devices)
 
 
 def check_dtype(dtype: str, setting: str, on_cpu: bool) -> None:

@@ -4,6 +4,14 @@ There are two figures for each. The minimum is used in any case: weights, gradie
 the KV cache. The maximum is reached when every sequence fills the context and every learner pass is full, which many
 runs never see. So a run is rejected only if the minimum does not fit, and warned about if the maximum does not.
 
+The estimate of a sharded learner is that of one of its processes:
+
+    weights, gradients, optimizer state    divided by learner.devices; in host memory with learner.offload
+    gathered: embeddings and output head   whole, in float32, with their gradient and the buffer that sums it
+    gathered: layers                       two of them, one computing and one arriving, or all without learner.reshard;
+                                           gradient and summation buffer of one
+    activations of one pass                as in a learner that is not sharded
+
 Estimates are for Llama-style decoders. A model whose config.json lacks the needed values is not estimated.
 """
 
@@ -53,6 +61,17 @@ class ModelShape:
     feed_forward: int  # sum over all experts that one token is routed to
     vocabulary: int
     context: int
+    vocabulary_matrices: int = 1  # 2 if the output head is not tied to the embeddings
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters that are in no layer: embeddings, output head, last norm."""
+        return self.vocabulary_matrices * self.vocabulary * self.width + self.width
+
+    @property
+    def layer(self) -> int:
+        """Parameters of one layer."""
+        return max(0, self.parameters - self.outside_layers) // self.layers
 
     @classmethod
     def read(cls, directory: Path) -> ModelShape | None:
@@ -62,8 +81,9 @@ class ModelShape:
             config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
             experts = int(config.get("num_experts_per_tok") or 1)
+            tensors = {name: size for file in _weight_files(directory) for name, size in _tensor_sizes(file).items()}
             return cls(
-                parameters=sum(_parameters(file) for file in _weight_files(directory)),
+                parameters=sum(tensors.values()),
                 layers=int(config["num_hidden_layers"]),
                 width=int(config["hidden_size"]),
                 heads=heads,
@@ -72,6 +92,7 @@ class ModelShape:
                 feed_forward=experts * int(config.get("moe_intermediate_size") or config["intermediate_size"]),
                 vocabulary=int(config["vocab_size"]),
                 context=int(config["max_position_embeddings"]),
+                vocabulary_matrices=1 + any(name.endswith("lm_head.weight") for name in tensors),
             )
         except (OSError, KeyError, TypeError, ValueError):
             return None
@@ -90,14 +111,14 @@ def _weight_files(directory: Path) -> set[Path]:
     return {whole} if whole.exists() else set(directory.glob("*.safetensors"))
 
 
-def _parameters(file: Path) -> int:
-    """Count the parameters in a safetensors file from its header."""
+def _tensor_sizes(file: Path) -> dict[str, int]:
+    """Return the number of elements of each tensor in a safetensors file, from its header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > file.stat().st_size:
             raise ValueError(f"{file} is not a safetensors file")
         header = json.loads(opened.read(size))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
 
 
 @dataclass(frozen=True)
@@ -148,28 +169,44 @@ def engine_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> MemoryEstimate:
-    parameters = shape.parameters
-    halves, compiled = config.model.dtype == "bfloat16", on_gpu and config.learner.compile
-    if config.lora.rank:
-        fixed = 4 * parameters + 16 * _adapter_parameters(config, shape)
+    """Estimate the memory of one learner process, on its device."""
+    parameters, learner = shape.parameters, config.learner
+    halves, compiled = config.model.dtype == "bfloat16", on_gpu and learner.compile
+    state = learner_state(config, shape)
+    if learner.sharded:
+        in_host = learner.offload and on_gpu
+        fixed = (0 if in_host else -(-state // learner.devices)) + _gathered(config, shape)
     else:
-        fixed = (18 if halves else 16) * parameters  # float32: weights, gradients, two moments; bfloat16 copy
-        fixed += 4 * parameters if config.kl.coefficient > 0 else 0
+        fixed = state + (2 * parameters if halves and not config.lora.rank else 0)  # a bfloat16 copy to compute with
     context = min(config.engine.context or shape.context, shape.context)
-    batch = config.pacing.groups_per_step * config.rollout.group_size * context
-    tokens = min(max(config.learner.resolved_tokens_per_pass, context), batch)
+    batch = -(-config.pacing.groups_per_step * config.rollout.group_size // learner.devices) * context
+    tokens = min(max(learner.resolved_tokens_per_pass, context), batch)
     layer = _layer_activations(shape, halves, compiled)
-    if config.learner.gradient_checkpointing:
-        per_token = shape.layers * 4 * shape.width + layer
-    else:
-        per_token = shape.layers * layer
-    per_token += 16 * shape.width
+    kept = shape.layers * 4 * shape.width + layer if learner.gradient_checkpointing else shape.layers * layer
+    per_token = kept + 16 * shape.width
     logits = LOGITS_PER_SLICE["cuda"] * 8 if compiled else LOGITS_PER_SLICE["cpu"] * 16
-    casts = 2 * parameters if halves and config.lora.rank else 0
+    casts = 2 * parameters if halves and config.lora.rank and not learner.sharded else 0
     filled = tokens * per_token + logits + 4 * shape.vocabulary * shape.width + casts
-    if config.learner.resolved_tokens_per_pass <= context:  # a pass holds at least one sequence
+    if learner.resolved_tokens_per_pass <= context:  # a pass holds at least one sequence
         return MemoryEstimate(fixed, filled, "engine.context", tokens, per_token)
     return MemoryEstimate(fixed, filled, "learner.tokens_per_pass", tokens, per_token, lowest=context)
+
+
+def learner_state(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of weights, gradients, optimizer state and reference of the whole learner, all in float32."""
+    if config.lora.rank:
+        return 4 * shape.parameters + 16 * _adapter_parameters(config, shape)
+    return (20 if config.kl.coefficient > 0 else 16) * shape.parameters
+
+
+def _gathered(config: Config, shape: ModelShape) -> int:
+    """Return the bytes that a process of a sharded learner holds of gathered weights and of gradients before they are
+    summed. Gradients of a layer are in the dtype of its weights and are summed in float32."""
+    size = BYTES[config.model.dtype]
+    trained = 0 if config.lora.rank else 1  # gradients of adapters are small
+    layers = min(2, shape.layers) if config.learner.reshard else shape.layers
+    in_layers = layers * size * shape.layer + trained * (size + 4) * shape.layer
+    return in_layers + (4 + trained * 8) * shape.outside_layers
 
 
 def _layer_activations(shape: ModelShape, halves: bool, compiled: bool) -> int:
@@ -212,18 +249,39 @@ def check_memory(config: Config, placement: Placement, shape: ModelShape, availa
     """Return warnings for what may not fit. Raises `BadInput` for what cannot fit."""
     learner = learner_memory(config, shape, on_gpu=_device(placement.learner) != "")
     engines = [engine_memory(config, shape)] * len(placement.engines) if config.engine.kind == "embedded" else []
-    warnings: list[str] = []
-    for device in dict.fromkeys(_device(each) for each in (placement.learner, *placement.engines)):
+    where: dict[tuple[float, tuple[MemoryEstimate, ...]], list[str]] = {}  # devices by memory and what runs there
+    for device in dict.fromkeys(_device(each) for each in (*placement.learners, *placement.engines)):
         room: float | None = available.gpus.get(device) if device else available.host
         if room is None:
             continue
         estimates = [each for each, gpus in zip(engines, placement.engines, strict=False) if _device(gpus) == device]
-        if _device(placement.learner) == device:
-            room *= placement.learner.memory
-            estimates.append(learner)
-        where = f"GPU {device}" if device else "this machine"
-        warnings += _check_device(estimates, room, where, adapters=config.lora.rank > 0)
+        if ranks := [each for each in placement.learners if _device(each) == device]:
+            room *= ranks[0].memory
+            estimates += [learner] * len(ranks)
+        where.setdefault((room, tuple(estimates)), []).append(device)
+    warnings: list[str] = []
+    for (room, on_device), devices in where.items():
+        warnings += _check_device(list(on_device), room, _named(devices), learner, adapters=config.lora.rank > 0)
+    _check_host(config, placement, shape, available.host)
     return warnings
+
+
+def _named(devices: list[str]) -> str:
+    if len(devices) > 1:
+        return f"each of GPUs {', '.join(devices)}"
+    return f"GPU {devices[0]}" if devices[0] else "this machine"
+
+
+def _check_host(config: Config, placement: Placement, shape: ModelShape, host: int) -> None:
+    """Check the memory of the host that a learner on GPUs offloads to. All its processes are on this machine."""
+    if not config.learner.offload or not _device(placement.learner):
+        return
+    needed = learner_state(config, shape)
+    if needed > host:
+        raise BadInput(
+            f"learner.offload: weights, gradients and optimizer state need {needed / GB:.1f} GB of host memory, but "
+            f"{host / GB:.1f} GB are available; use more GPUs (learner.devices) instead, or a smaller model"
+        )
 
 
 def fitting_tokens_per_pass(
@@ -237,10 +295,11 @@ def fitting_tokens_per_pass(
     if shape is None or total is None or config.run.deterministic:
         return config.learner.resolved_tokens_per_pass
     learner = learner_memory(config, shape, on_gpu=bool(device))
+    ranks = sum(_device(each) == device for each in placement.learners)  # several only on the CPU
     beside = [gpus for gpus in placement.engines if _device(gpus) == device] if config.engine.kind == "embedded" else []
-    engine, room = engine_memory(config, shape), total * placement.learner.memory - learner.fixed
-    fitting = PASS_SHARE * (room - engine.fixed * len(beside)) / learner.per_unit
-    beside_full = (room - engine.most * len(beside)) / learner.per_unit  # with every context full
+    engine, room = engine_memory(config, shape), total * placement.learner.memory - ranks * learner.fixed
+    fitting = PASS_SHARE * (room - engine.fixed * len(beside)) / (ranks * learner.per_unit)
+    beside_full = (room - engine.most * len(beside)) / (ranks * learner.per_unit)  # with every context full
     fitting = min(fitting, max(beside_full, DEFAULT_TOKENS_PER_PASS))
     rounded = int(fitting) // TOKENS_STEP * TOKENS_STEP
     return max(TOKENS_STEP, min(rounded, MOST_TOKENS_PER_PASS["cuda" if device else "cpu"]))
@@ -251,13 +310,16 @@ def _device(assignment: GpuAssignment) -> str:
     return assignment.gpus[0] if assignment.gpus else ""
 
 
-def _check_device(estimates: list[MemoryEstimate], room: float, where: str, adapters: bool) -> Iterator[str]:
+def _check_device(
+    estimates: list[MemoryEstimate], room: float, where: str, learner: MemoryEstimate, adapters: bool
+) -> Iterator[str]:
     if not estimates:
         return
     least, most = sum(each.fixed for each in estimates), sum(each.most for each in estimates)
     if least > room:
         largest = max(estimates, key=lambda each: each.fixed)
-        raise BadInput(_does_not_fit(largest, least, room, where, adapters))
+        shardable = largest is learner and "GPU" in where
+        raise BadInput(_does_not_fit(largest, least, room, where, adapters, shardable))
     if most > room:
         largest = max(estimates, key=lambda each: each.filled)
         value = largest.largest_fitting(room - (most - largest.most))
@@ -269,13 +331,14 @@ def _check_device(estimates: list[MemoryEstimate], room: float, where: str, adap
         )
 
 
-def _does_not_fit(largest: MemoryEstimate, least: int, room: float, where: str, adapters: bool) -> str:
+def _does_not_fit(largest: MemoryEstimate, least: int, room: float, where: str, adapters: bool, shardable: bool) -> str:
     sizes = f"the run needs at least {least / GB:.1f} GB on {where}, but {room / GB:.1f} GB are available"
     excess = (least - room) / largest.fixed_per_unit if largest.fixed_per_unit else math.inf
     if largest.units - excess >= 1:
         return f"{largest.setting}: {sizes}; set {math.floor(largest.units - excess)} or less"
-    remedy = "use" if adapters else "set lora.rank = 16 to train adapters only, or use"
-    return f"model.path: {sizes}; {remedy} a smaller model"
+    remedies = "use more GPUs (learner.devices), " if shardable else ""
+    remedies += "" if adapters else "set lora.rank = 16 to train adapters only, "
+    return f"model.path: {sizes}; {remedies}{'or ' if remedies else ''}use a smaller model"
 
 
 # -------------------------------------------------------------------------------------------------------- this machine
@@ -297,7 +360,7 @@ def memory_warnings(config: Config, placement: Placement, model: Path) -> list[s
 
 
 def available_memory(placement: Placement) -> AvailableMemory:
-    gpus = [gpu for each in (placement.learner, *placement.engines) for gpu in each.gpus]
+    gpus = [gpu for each in (*placement.learners, *placement.engines) for gpu in each.gpus]
     swap = psutil.swap_memory().total
     return AvailableMemory(_gpu_totals(gpus) if gpus else {}, psutil.virtual_memory().total + swap)
 

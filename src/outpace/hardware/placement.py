@@ -1,8 +1,9 @@
 """GPU placement: which process computes on which GPU, and how weights reach the engines.
 
-`assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first GPU and the engines the
-others, round-robin; they share the learner's GPU only if there is no other. Launched servers and the learner share a
-GPU with fixed memory budgets. Each child process sees only its own GPUs, through CUDA_VISIBLE_DEVICES.
+`assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first `learner.devices` GPUs,
+one per process, and the engines the others, round-robin. Engines share the learner's GPU only if it has one GPU and
+there is no other. Launched servers and the learner share a GPU with fixed memory budgets. Each child process sees only
+its own GPUs, through CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from outpace.config import Config
+from outpace.config.engines import server_address
 from outpace.errors import BadInput
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -62,12 +64,17 @@ ON_CPU = GpuAssignment()
 class Placement(msgspec.Struct, frozen=True):
     """GPU assignments of all processes of a run. GPUs are named as in CUDA_VISIBLE_DEVICES."""
 
-    learner: GpuAssignment
+    learners: list[GpuAssignment]  # one per learner process, by rank
     engines: list[GpuAssignment]
     workers: list[str]  # the GPUs that rollout workers may use
     transport: str
     groups: list[list[str]] = []  # sets of GPUs for one engine each, assigned round-robin
     joining_memory: list[float] = []  # memory fraction of one more server, per group; empty: engines have no budgets
+
+    @property
+    def learner(self) -> GpuAssignment:
+        """The assignment of the learner's first process, rank 0."""
+        return self.learners[0]
 
     def assign_joining_engine(self, others: Collection[GpuAssignment]) -> GpuAssignment:
         """Return the assignment of an engine that joins while `others` run: the GPUs with the most free memory."""
@@ -77,24 +84,49 @@ class Placement(msgspec.Struct, frozen=True):
         if not self.joining_memory:
             return GpuAssignment(self.groups[taken.index(min(taken))])
         for index, group in enumerate(self.groups):
-            taken[index] += self.learner.memory if set(self.learner.gpus) & set(group) else 0.0
+            taken[index] += sum(each.memory for each in self.learners if set(each.gpus) & set(group))
         best = min(range(len(self.groups)), key=lambda index: taken[index] + self.joining_memory[index])
         group, memory = self.groups[best], self.joining_memory[best]
         if taken[best] + memory > 1.0:
-            smaller = "" if set(self.learner.gpus) & set(group) else " or a smaller launch.gpu_memory"
+            beside_learner = any(set(each.gpus) & set(group) for each in self.learners)
+            smaller = "" if beside_learner else " or a smaller launch.gpu_memory"
             raise BadInput(
                 f"launch.gpu_memory: one more server needs {memory:g} of the memory of {_named(group)}, but "
                 f"{taken[best]:.2f} is already assigned; start the run with more engines{smaller}"
             )
         return GpuAssignment(group, memory)
 
-    def lines(self) -> Iterator[str]:
-        """Yield one line per process with its GPUs, for display."""
-        yield f"learner: {_shown(self.learner)}"
+    def lines(self, config: Config) -> Iterator[str]:
+        """Yield one line per process with its GPUs, for display. `config` is the one that was placed."""
+        for rank, learner in enumerate(self.learners):
+            yield f"{learner_name(rank)}: {_shown(learner)}"
+        if config.kl.coefficient > 0:
+            gpus = _named([gpu for learner in self.learners for gpu in learner.gpus])
+            yield f"reference model: {gpus}, inside the learner" + (", without a copy" if config.lora.rank else "")
+        parallelism = _parallelism_shown(config)
         for index, engine in enumerate(self.engines):
-            yield f"engine-{index}: {_shown(engine)}"
-        yield f"rollout workers: {_named(self.workers)}"
+            url = config.engine.urls[index] if config.engine.urls else ""
+            yield f"engine-{index}: " + (f"the server at {_host(url)}" if url else _shown(engine) + parallelism)
+        yield f"rollout workers and reward functions: {_named(self.workers)}"
+        if config.judge.base_url is not None:
+            yield f"judge: the server at {_host(config.judge.base_url)}"
         yield f"weights: {self.transport}"
+
+
+def learner_name(rank: int) -> str:
+    """Return the name of the component that runs this rank of the learner."""
+    return "learner" if rank == 0 else f"learner-{rank}"
+
+
+def _host(url: str) -> str:
+    """Return host and port of a URL, without a user name or password."""
+    address = server_address(url)
+    return address.host if address.port is None else f"{address.host}:{address.port}"
+
+
+def _parallelism_shown(config: Config) -> str:
+    sizes = dict(_parallelism(config.launch.args)) if _launches(config) else {}
+    return "".join(f", {kind}-parallel {size}" for kind, size in sizes.items() if size > 1)
 
 
 def _shown(assignment: GpuAssignment) -> str:
@@ -166,7 +198,7 @@ def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
 
     Raises `BadInput` if there are not enough GPUs."""
     engines = config.engine.count or max(len(config.engine.urls), 1)
-    wanted = config.rollout.gpus
+    wanted, ranks = config.rollout.gpus, config.learner.devices
     if wanted > len(gpus):
         raise BadInput(
             f"rollout.gpus: {wanted} requested, but {_count(len(gpus))} visible; lower it or make more GPUs visible"
@@ -177,24 +209,25 @@ def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
         )
     if config.run.device == "cpu" or not gpus:
         on_cpu = [ON_CPU] * engines
-        return Placement(ON_CPU, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
+        return Placement([ON_CPU] * ranks, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
 
     size = _gpus_per_engine(config)
-    enough_for_all = len(gpus) - wanted >= 1 + size
+    enough_for_all = len(gpus) - wanted >= ranks + size
     workers = list(gpus[len(gpus) - wanted :])
     learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size)
     if not _launches(config) or not groups:
         assigned = [GpuAssignment(groups[index % len(groups)] if groups else []) for index in range(engines)]
         transport = _transport(config, shares=False)
-        return Placement(GpuAssignment([learner]), assigned, workers, transport, groups)
-    shares = learner in groups[0]
+        return Placement([GpuAssignment([gpu]) for gpu in learner], assigned, workers, transport, groups)
+    shares = bool(set(learner) & set(groups[0]))
     on_group = [len(range(index, engines, len(groups))) for index in range(len(groups))]
     memory = [_server_memory(config, servers, shares) for servers in on_group]
+    learner_memory = 1.0 - on_group[0] * memory[0] - MARGIN if shares else 1.0
     return Placement(
-        GpuAssignment([learner], 1.0 - on_group[0] * memory[0] - MARGIN if shares else 1.0),
+        [GpuAssignment([gpu], learner_memory) for gpu in learner],
         [GpuAssignment(groups[index % len(groups)], memory[index % len(groups)]) for index in range(engines)],
         workers,
-        _transport(config, shares=groups == [[learner]]),
+        _transport(config, shares=groups == [learner]),
         groups,
         joining_memory=[_server_memory(config, 1, shares)] * len(groups),
     )
@@ -204,19 +237,31 @@ def _launches(config: Config) -> bool:
     return config.engine.kind != "embedded" and not config.engine.urls
 
 
-def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
-    """Return the learner's GPU, and the sets of GPUs that are assigned to engines round-robin."""
-    learner, others = gpus[0], list(gpus[1:])
+def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], list[list[str]]]:
+    """Return the GPUs of the learner, one per process, and the sets of GPUs that are assigned to engines
+    round-robin."""
+    ranks = config.learner.devices
+    if ranks > len(gpus):
+        raise BadInput(
+            f"learner.devices: {ranks} GPUs for the learner, but {_count(len(gpus))} visible; "
+            f"lower it or make more GPUs visible"
+        )
+    learner, others = list(gpus[:ranks]), list(gpus[ranks:])
     if config.engine.urls:
         return learner, []
     if config.run.runtime == "inline":  # one process, whose device is the first GPU
-        return learner, [[learner]]
+        return learner, [learner]
     if _launches(config) and CUDA_VISIBLE_DEVICES in config.launch.env:
         return _given_groups(config, gpus, size)
     if config.weights.transport == "ipc":  # works only within one GPU
         if size > 1:
             raise BadInput(f'weights.transport: "ipc" needs one GPU, but a server uses {size}; set "memory"')
-        return learner, [[learner]]
+        return learner, [learner]
+    if size > len(others) and ranks > 1:
+        raise BadInput(
+            f"learner.devices: {ranks} GPUs for the learner and {size} for an engine, but {_count(len(gpus))} visible; "
+            f"lower it, make more GPUs visible, or use servers on other machines (engine.urls)"
+        )
     if size > len(gpus):
         raise BadInput(
             f"launch.args: the parallelism needs {size} GPUs per server, but {_count(len(gpus))} visible; "
@@ -227,17 +272,24 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[l
     return learner, [others[start : start + size] for start in range(0, len(others) - size + 1, size)]
 
 
-def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[str, list[list[str]]]:
-    """Use the GPUs from launch.env for every server. The learner gets another GPU if there is one."""
-    given = listed_gpus(config.launch.env[CUDA_VISIBLE_DEVICES])
+def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], list[list[str]]]:
+    """Use the GPUs from launch.env for every server. The learner gets other GPUs; if it needs one and there is no
+    other, it shares the first."""
+    given, ranks = listed_gpus(config.launch.env[CUDA_VISIBLE_DEVICES]), config.learner.devices
     if not given:  # servers on the CPU
-        return gpus[0], []
+        return list(gpus[:ranks]), []
     if size > len(given):
         raise BadInput(
             f"launch.env: {CUDA_VISIBLE_DEVICES} gives a server {len(given)} GPUs, but its parallelism needs {size}; "
             f"add GPUs there or lower --tensor-parallel-size"
         )
-    return next((gpu for gpu in gpus if gpu not in given), gpus[0]), [given]
+    free = [gpu for gpu in gpus if gpu not in given]
+    if ranks > max(len(free), 1):
+        raise BadInput(
+            f"learner.devices: {ranks} GPUs for the learner, but launch.env gives the servers all except "
+            f"{_named(free) if free else 'none'}; lower it, or name fewer GPUs in {CUDA_VISIBLE_DEVICES} there"
+        )
+    return free[:ranks] or [gpus[0]], [given]
 
 
 def _gpus_per_engine(config: Config) -> int:
@@ -290,13 +342,13 @@ def transport_of(config: Config) -> str:
 
 def _transport(config: Config, shares: bool) -> str:
     """Resolve weights.transport = "auto" to the fastest transport that is certain to work.
-    `shares`: every engine is a server on the learner's GPU."""
+    `shares`: every engine is a server on the learner's GPU. A sharded learner writes its weights to host memory."""
     if config.weights.transport != "auto":
         return config.weights.transport
     if config.engine.kind == "sglang" or config.engine.urls:
         return "files"
-    in_files = config.lora.rank > 0 or config.weights.delta
-    return "ipc" if shares and config.engine.kind == "vllm" and not in_files else "memory"
+    in_host_memory = config.lora.rank > 0 or config.weights.delta or config.learner.sharded
+    return "ipc" if shares and config.engine.kind == "vllm" and not in_host_memory else "memory"
 
 
 def _count(gpus: int) -> str:

@@ -22,14 +22,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from outpace.errors import OutpaceError
+from outpace.errors import CollectiveFailed
 
 V = TypeVar("V")
 Array = NDArray[Any]
-
-
-class CollectiveFailed(OutpaceError):
-    """A collective call failed on this rank, usually because another rank has failed or does not respond."""
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class EfficiencyTracker:
     def _ideal_s(self, generation_s: float, training_s: float, seconds: float) -> float | None:
         if (units := self._units) is None:
             return None
-        ideal_s = (generation_s * units.per_engine + training_s) / units.count
+        ideal_s = (generation_s * units.per_engine + training_s * units.per_learner) / units.count
         return min(ideal_s, seconds) if units.are_gpus else ideal_s
 
 

@@ -22,7 +22,7 @@ from outpace.config import Config
 from outpace.config.sections import ModelConfig
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
-from outpace.hardware.placement import ON_CPU, GpuAssignment, placement_of
+from outpace.hardware.placement import ON_CPU, GpuAssignment, learner_name, placement_of
 from outpace.protocols import Engine, Learner, TaskStream
 from outpace.runtime import by_value
 from outpace.runtime.cleanup import temporary_files_environment
@@ -33,6 +33,7 @@ from outpace.types import FleetMember
 
 if TYPE_CHECKING:
     from outpace.hardware.cores import CoreSharing, Role
+    from outpace.learner.ranks import Ranks
     from outpace.rollouts.build import BuiltRollout
 
 
@@ -40,6 +41,10 @@ LEARNER = "learner"
 PRODUCER = "producer"
 SERVER_GRACE_S = 60.0
 """Added to `launch.start_s`, so that an engine component can report why its server did not start."""
+
+
+RANK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""The ranks of a learner are on one machine: their sockets must not be reachable from others."""
 
 
 def engine_name(index: int) -> str:
@@ -53,7 +58,7 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     incarnation: str
     run_dir: str
     scratch: str
-    index: int = 0  # engines only
+    index: int = 0  # of an engine, or the rank of a learner
     url: str = ""  # of a running server; empty for embedded engines and servers to launch. Producer: learner's socket
 
     @property
@@ -140,18 +145,24 @@ class ComponentSpecs:
             start_s=max(START_DEADLINE_S, self._config.launch.start_s + SERVER_GRACE_S),
         )
 
-    def learner(self) -> ComponentSpec:
-        return ComponentSpec(
-            LEARNER,
-            "outpace.run.build:build_learner",
-            "outpace.protocols:Learner",
-            kind="learner",
-            settings=self._shared_settings,
-            resources=_resources(learner_threads(self._config), self.placement.learner),
-            code=self._learner_code,
-            listen=self._learner_socket if self._learner_sends or self._producer_code is not None else None,
-            token=self._token,
-        )
+    def learners(self) -> list[ComponentSpec]:
+        """Return the spec of the learner, or one for each of its ranks. Other components only know the first."""
+        calls = self._learner_sends or self._producer_code is not None
+        return [
+            ComponentSpec(
+                learner_name(rank),
+                "outpace.run.build:build_learner",
+                "outpace.protocols:Learner",
+                kind="learner",
+                settings=self._shared_settings | {"index": rank},
+                resources=_resources(learner_threads(self._config), gpus),
+                environment=RANK_ENVIRONMENT if self._config.learner.sharded else {},
+                code=self._learner_code,
+                listen=self._learner_socket if calls and rank == 0 else None,
+                token=self._token,
+            )
+            for rank, gpus in enumerate(self.placement.learners)
+        ]
 
     def workers(self) -> list[ComponentSpec]:
         return [
@@ -278,22 +289,31 @@ def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
     from outpace.learner.learner import LearnerHost
     from outpace.learner.torch_backend import TorchBackend
 
-    config, threads = settings.parsed, learner_threads(settings.parsed)
-    shares = shares_cores(config, config.learner.threads)
+    config, threads, device = settings.parsed, learner_threads(settings.parsed), _device(spec)
+    shares = shares_cores(config, config.learner.threads) and not config.learner.sharded
     return LearnerHost(
         LearnerSettings(
             config=config,
-            device=_device(spec),
+            device=device,
+            ranks=_ranks(settings, device) if config.learner.sharded else None,
             gpu_memory=spec.resources.gpu_memory,
             threads=threads,
             incarnation=settings.incarnation,
             read_group=partial(read_record, settings.journal),
             snapshots=Path(settings.scratch) / "weights",
-            bad_steps=Path(settings.run_dir) / "bad_steps",
+            bad_steps=Path(settings.run_dir) / "bad_steps" if settings.index == 0 else None,
             sharing=_core_sharing(settings, "learner", LEARNER_ROW, threads) if shares else None,
         ),
         TorchBackend if config.learner.backend is None else load_function(config.learner.backend, "learner.backend"),
     )
+
+
+def _ranks(settings: ComponentSettings, device: str) -> Ranks:
+    from outpace.learner.ranks import Ranks, RankSettings
+
+    learner = settings.parsed.learner
+    rendezvous = f"file://{settings.scratch}/ranks-{settings.incarnation}"
+    return Ranks(RankSettings(settings.index, learner.devices, rendezvous, learner.collective_timeout_s), device)
 
 
 def _device(spec: ComponentSpec) -> str:

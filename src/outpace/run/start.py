@@ -21,6 +21,7 @@ from outpace.controller.engine_registry import Components, StartEngine
 from outpace.errors import BadInput
 from outpace.protocols import Engine, Learner, Producer, Worker
 from outpace.run.build import ComponentSpecs
+from outpace.run.learner_group import LearnerGroup
 from outpace.run.plan import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel
 from outpace.runtime.cleanup import RuntimeDirectory
@@ -69,10 +70,11 @@ class Launcher:
     async def start(self) -> Components:
         """Start everything that training needs."""
         learner, (engines, workers), producer = await gather_or_cancel(
-            self._start(Learner, self.specs.learner()), self.start_samplers(), self._start_producer()
+            self.start_learner(), self.start_samplers(), self._start_producer()
         )
         return Components(
             learner=learner,
+            learner_names=[spec.name for spec in self.specs.learners()],
             engines=engines,
             workers=workers,
             runtime=self.runtime,
@@ -80,6 +82,14 @@ class Launcher:
             urls=dict(zip(engines, self.config.engine.urls, strict=False)),
             producer=producer,
         )
+
+    async def start_learner(self) -> Learner:
+        """Start the learner, with all its ranks."""
+        specs = self.specs.learners()
+        ranks = await gather_or_cancel(*(self._start(Learner, spec) for spec in specs))
+        if len(ranks) == 1:
+            return ranks[0]
+        return LearnerGroup({spec.name: rank for spec, rank in zip(specs, ranks, strict=True)})
 
     async def _start(self, protocol: type[P], spec: ComponentSpec) -> P:
         with self.span(spec.name, "start"):

@@ -77,6 +77,7 @@ _TYPED_FAILURES: dict[str, type[errors.OutpaceError]] = {
         errors.RewardFailed,
         errors.CorruptData,
         errors.NotSaved,
+        errors.CollectiveFailed,
         errors.UpdateFailed,
         errors.UpdateTorn,
     )

@@ -94,7 +94,7 @@ async def _seconds_alone(work: Work, plan: RunPlan, directory: Path) -> tuple[fl
         members = [FleetMember(name, socket, serves=True) for name, socket in launcher.specs.sockets.items()]
         await gather_or_cancel(*(worker.fleet(members) for worker in workers.values()))
         engine_s, places = await _Sampler(work, engines, workers).measure()
-        learner = await launcher.runtime.start(Learner, launcher.specs.learner())
+        learner = await launcher.start_learner()
         return engine_s, await _train(work, learner, places)
 
 

@@ -1,0 +1,115 @@
+"""LearnerGroup: the ranks of a sharded learner, as one learner.
+
+    chunk, step, publish, save, load, logprobs  ─▶ every rank makes the same call, in the same order
+    send                                        ─▶ the first rank, which owns the snapshots
+
+Ranks compute the same numbers, so the first rank's answer is that of the group. If a call fails on one rank, the others
+fail too or wait for it in a collective: the group raises the error that explains most, and names its rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from outpace.errors import CollectiveFailed, ComponentFailed, ComponentLost, NotSaved
+from outpace.protocols import Learner
+from outpace.types import (
+    ChunkReport,
+    Floats,
+    Ints,
+    JournalLocation,
+    LearnerStats,
+    Manifest,
+    StepReport,
+    Version,
+)
+
+T = TypeVar("T")
+
+GRACE_S = 10.0
+"""How long the other ranks may take to fail after the first one. If a process has died, this is reported last."""
+
+
+class LearnerGroup:
+    """Implements `outpace.protocols.Learner`."""
+
+    def __init__(self, ranks: Mapping[str, Learner], grace_s: float = GRACE_S) -> None:
+        """`ranks` by component name, in the order of the ranks."""
+        self._ranks = dict(ranks)
+        self._first = next(iter(self._ranks.values()))
+        self._grace_s = grace_s
+
+    async def chunk(self, version: Version, places: list[JournalLocation], replayed: bool = False) -> ChunkReport:
+        reports = await self._on_all(lambda rank: rank.chunk(version, places, replayed))
+        return msgspec.structs.replace(
+            reports[0],
+            loss_sum=sum(report.loss_sum for report in reports),
+            seconds=max(report.seconds for report in reports),
+        )
+
+    async def step(self, version: Version) -> StepReport:
+        reports = await self._on_all(lambda rank: rank.step(version))
+        return msgspec.structs.replace(reports[0], seconds=max(report.seconds for report in reports))
+
+    async def publish(self, leased: list[Version]) -> Manifest:
+        return (await self._on_all(lambda rank: rank.publish(leased)))[0]
+
+    async def send(self, manifest: Manifest, meeting: dict[str, Any]) -> None:
+        await self._first.send(manifest, meeting)
+
+    async def save(self, directory: str, version: Version) -> bool:
+        return all(await self._on_all(lambda rank: rank.save(directory, version)))
+
+    async def load(self, directory: str) -> Version:
+        return (await self._on_all(lambda rank: rank.load(directory)))[0]
+
+    async def logprobs(self, sequences: list[Ints], temperature: float) -> list[Floats]:
+        return (await self._on_all(lambda rank: rank.logprobs(sequences, temperature)))[0]
+
+    async def stats(self) -> LearnerStats:
+        found = await self._on_all(lambda rank: rank.stats())
+        return msgspec.structs.replace(
+            found[0],
+            busy_s=max(stats.busy_s for stats in found),
+            core_s=sum(stats.core_s for stats in found),
+            threads=sum(stats.threads for stats in found),
+        )
+
+    async def _on_all(self, call: Callable[[Learner], Coroutine[Any, Any, T]]) -> list[T]:
+        calls = {name: asyncio.ensure_future(call(rank)) for name, rank in self._ranks.items()}
+        try:
+            await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
+            if any(isinstance(error, NotSaved) for error in _errors(calls).values()):
+                await asyncio.wait(calls.values())  # training continues, but not before all ranks have stopped writing
+            elif _errors(calls):
+                await asyncio.wait(calls.values(), timeout=self._grace_s)
+            if errors := _errors(calls):
+                raise _explanation(errors, [name for name, each in calls.items() if not each.done()])
+            return [each.result() for each in calls.values()]
+        finally:
+            for each in calls.values():
+                each.cancel()
+
+
+def _errors(calls: Mapping[str, asyncio.Future[T]]) -> dict[str, BaseException]:
+    done = {name: each for name, each in calls.items() if each.done() and not each.cancelled()}
+    return {name: error for name, each in done.items() if (error := each.exception()) is not None}
+
+
+def _explanation(errors: Mapping[str, BaseException], unfinished: list[str]) -> BaseException:
+    """Return the error to raise: a rank that has died, else a rank's own error, else one that does not respond, else a
+    failed collective."""
+    for error in errors.values():
+        if isinstance(error, ComponentLost):
+            return error
+    for error in errors.values():
+        if not isinstance(error, CollectiveFailed):
+            return error
+    name, error = next(iter(errors.items()))
+    if unfinished:
+        return ComponentFailed(unfinished[0], f"did not respond to the other learner processes; on {name}: {error}")
+    return ComponentFailed(name, str(error))
