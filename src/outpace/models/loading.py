@@ -46,7 +46,7 @@ BUILT_IN: Final = {STARTER: "starter", STARTER_AGENT: "starter_agent"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py"]
 
-_LOADING: Final = threading.Lock()
+LOADING: Final = threading.Lock()
 """transformers changes process-wide settings while loading: two concurrent loads would leave weights uninitialized."""
 
 
@@ -87,7 +87,7 @@ def load_model(
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # keep the terminal for the run's own output
     try:
-        with _LOADING:
+        with LOADING:
             model = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=getattr(torch, dtype),
