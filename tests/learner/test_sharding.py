@@ -133,7 +133,10 @@ def compared(size: int) -> list[dict[tuple[str, str], Compared]]:
     return run_ranks(partial(compare_on_rank, size), size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=NIGHTLY), 2, pytest.param(4, marks=NIGHTLY)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_learner_trains_like_one_process(case: str, dtype: str, size: int) -> None:

@@ -47,7 +47,7 @@ from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, mak
 from outpace.learner.packing import PackedBatch, pack
 from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
-from outpace.learner.sharding import idle_batch, probe_model, shard
+from outpace.learner.sharding import ShardedModel, idle_batch, probe_model, shard
 from outpace.models.lora import LoraAdapters
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
 from outpace.weights.slices import local_part
@@ -65,13 +65,21 @@ class LearnerCore:
     """Owns the model, the optimizer and, if the algorithm needs them, a reference and a critic. Not thread-safe."""
 
     def __init__(
-        self, model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None, ranks: Ranks | None = None
+        self,
+        model: PreTrainedModel | ShardedModel,
+        config: Config,
+        dtype: torch.dtype | None = None,
+        ranks: Ranks | None = None,
+        reference: ShardedModel | None = None,
     ) -> None:
         """`config` must be resolved. `dtype` is that of matrix products and published weights, by default that of the
-        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests). With `ranks`, the
-        model is sharded over them, and every rank makes the same calls with the same rows."""
+        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests). With `ranks`, every
+        rank makes the same calls with the same rows, and the model is sharded over them, here unless it already is. In
+        that case `reference` is a second one, if the algorithm needs it."""
         self.config = config
         self.ranks = ranks
+        root = model if isinstance(model, ShardedModel) else None
+        model = model.model if isinstance(model, ShardedModel) else model
         self.dtype = dtype or getattr(torch, config.model.dtype)
         self.model = model
         self.version: Version = 0
@@ -83,10 +91,14 @@ class LearnerCore:
         _prepare(model, config.learner.gradient_checkpointing, double)
         has_critic = configured_advantage(config.advantage).registration.critic
         logprobs_only = ForwardOptions(config.rollout.temperature, self.dtype)
-        copied = config.kl.coefficient > 0 and self.adapters is None
-        reference_model = copy.deepcopy(model).requires_grad_(False) if copied else None
+        reference_model = None if reference is None else reference.model
+        if needs_reference_model(config) and root is None:
+            reference_model = copy.deepcopy(model)
         probe = None if ranks is None else probe_model(model)
-        root = None if ranks is None else shard(model, ranks, config.learner, self.dtype)
+        if ranks is not None and root is None:
+            root = shard(model, ranks, config.learner, self.dtype)
+            if reference_model is not None:
+                reference = shard(reference_model, ranks, config.learner, self.dtype)
         self.device = compute_device(model)
         options = replace(
             logprobs_only,
@@ -102,8 +114,7 @@ class LearnerCore:
             self._forward = ShardedForward(self._forward, root)
         self.reference: Reference | None = None
         if config.kl.coefficient > 0:
-            reference_root = reference_model and ranks and shard(reference_model, ranks, config.learner, self.dtype)
-            forward = matching_forward(self._forward, reference_model or model, logprobs_only, reference_root)
+            forward = matching_forward(self._forward, reference_model or model, logprobs_only, reference)
             self.reference = make_reference(model, self.adapters, reference_model, forward)
         self.critic = _make_critic(model, config.critic, self.device) if has_critic else None
         self._loss = LossAssembly(config)
@@ -346,6 +357,11 @@ class LearnerCore:
 
 def _is_finite(update: Update) -> bool:
     return all(map(math.isfinite, update))
+
+
+def needs_reference_model(config: Config) -> bool:
+    """Return whether the reference policy is a second model. With LoRA it is the model without its adapters."""
+    return config.kl.coefficient > 0 and config.lora.adapter is None
 
 
 def _make_critic(model: PreTrainedModel, config: CriticConfig, device: torch.device) -> ValueHead:

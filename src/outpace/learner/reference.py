@@ -19,7 +19,7 @@ class CopiedReference:
     """A frozen second copy of the weights."""
 
     def __init__(self, policy: PreTrainedModel, copied: PreTrainedModel, forward: Forward) -> None:
-        self.model = copied
+        self.model = copied.requires_grad_(False)
         self._policy = policy
         self._forward = forward
 
@@ -79,8 +79,8 @@ Reference = CopiedReference | AdapterReference
 def make_reference(
     model: PreTrainedModel, adapters: LoraAdapters | None, copied: PreTrainedModel | None, forward: Forward
 ) -> Reference:
-    """Return a reference to the policy before training. `copied` is a frozen copy of `model`, or None if it has
-    adapters. `forward` runs the copy or, without one, the model."""
+    """Return a reference to the policy before training. `copied` is a copy of `model`, or None if it has adapters.
+    `forward` runs the copy or, without one, the model."""
     if adapters is not None:
         return AdapterReference(adapters, forward)
     assert copied is not None

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from outpace.learner import state
 from outpace.learner.backend import LearnerSettings, WriteState
-from outpace.learner.core import LearnerCore, sequence_logprobs
+from outpace.learner.core import LearnerCore, needs_reference_model, sequence_logprobs
+from outpace.learner.sharding import ShardedModel, shard
 from outpace.learner.state import StateCopies
 from outpace.models.loading import call_at_every_layer, load_model, set_up_device
+from outpace.models.sharded_loading import CheckpointMismatch, load_sharded_model
 from outpace.types import Floats, Ints, StepReport, Version
+
+log = logging.getLogger(__name__)
 
 
 class TorchBackend(LearnerCore):
@@ -26,13 +32,17 @@ class TorchBackend(LearnerCore):
             torch.set_num_threads(settings.threads)
         set_up_device(settings.device, settings.gpu_memory)
         torch.manual_seed(config.run.seed)
-        model = model or load_model(
-            config.model.path,
-            dtype="float32",
-            device=settings.device if settings.ranks is None else "cpu",
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        super().__init__(model, config, ranks=settings.ranks)
+        sharded = None if model else _load_shards(settings)
+        if sharded is not None:
+            super().__init__(sharded.model, config, ranks=settings.ranks, reference=sharded.reference)
+        else:
+            model = model or load_model(
+                config.model.path,
+                dtype="float32",
+                device=settings.device if settings.ranks is None else "cpu",
+                trust_remote_code=config.model.trust_remote_code,
+            )
+            super().__init__(model, config, ranks=settings.ranks)
         if settings.sharing is not None:
             call_at_every_layer(self.compute_model, settings.sharing.adjust)
         self._copies = StateCopies()
@@ -70,3 +80,34 @@ class TorchBackend(LearnerCore):
 
     def close(self) -> None:
         self._reserving.shutdown()
+
+
+class _LoadedShards(NamedTuple):
+    model: ShardedModel
+    reference: ShardedModel | None
+
+
+def _load_shards(settings: LearnerSettings) -> _LoadedShards | None:
+    """Load this rank's part of the model, and of the reference if there is one. None: the whole model must be loaded,
+    because the learner is not sharded, or to add adapters, or because transformers has to convert the checkpoint."""
+    config, ranks = settings.config, settings.ranks
+    if ranks is None or config.lora.rank > 0:
+        return None
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+
+    def load() -> ShardedModel:
+        roots: list[ShardedModel] = []
+        load_sharded_model(
+            config.model.path,
+            shard=lambda model: roots.append(shard(model, ranks, config.learner, dtype)),
+            device=settings.device,
+            parameter_device="cpu" if config.learner.offload else None,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        return roots[0]
+
+    try:
+        return _LoadedShards(load(), load() if needs_reference_model(config) else None)
+    except CheckpointMismatch as error:
+        log.warning("every learner process loads the whole model first: %s", error)
+        return None

@@ -86,7 +86,7 @@ class Launcher:
     async def start_learner(self) -> Learner:
         """Start the learner, with all its ranks."""
         specs = self.specs.learners()
-        ranks = await gather_or_cancel(*(self._start(Learner, spec) for spec in specs))
+        ranks: list[Learner] = await gather_or_cancel(*(self._start(Learner, spec) for spec in specs))
         if len(ranks) == 1:
             return ranks[0]
         return LearnerGroup({spec.name: rank for spec, rank in zip(specs, ranks, strict=True)})

@@ -1,0 +1,75 @@
+"""A learner sharded over two processes, one of which is killed, stops responding or runs out of memory: the run ends,
+names it, and resumes with nothing skipped or doubled, also with another number of processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from faults.watching import LiveRun, Settings, StartRun, arguments, every_task_once, steps_of, visits_of
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+END_LIMIT_S = 90.0
+EPOCHS = 4
+STEPS = EPOCHS * 24 // 4
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def forbid_more_memory(pid: int) -> None:
+    used = psutil.Process(pid).memory_info().vms
+    resource.prlimit(pid, resource.RLIMIT_AS, (used, used))
+
+
+PROBED = {"supervise__probe_s": 0.5, "supervise__silent_s": 3.0}
+COLLECTIVE = {"learner__collective_timeout_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("break_rank", "timeouts", "resumed_with"),
+    [
+        pytest.param(kill, {}, 2, id="killed"),
+        pytest.param(stop, PROBED, 1, id="stopped, found by a probe"),
+        pytest.param(stop, COLLECTIVE, 2, id="stopped, found by a collective", marks=pytest.mark.nightly),
+        pytest.param(forbid_more_memory, {}, 2, id="out of memory", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_rank_that_fails_ends_the_run_by_name_and_the_run_resumes_exactly(
+    start: StartRun,
+    settings: Settings,
+    tmp_path: Path,
+    break_rank: Callable[[int], None],
+    timeouts: Settings,
+    resumed_with: int,
+) -> None:
+    directory = tmp_path / "run"
+    of_run = {"run__steps": None, "run__epochs": EPOCHS, "eval__holdout": 0.0, "checkpoint__every": 3}
+    run = start(*arguments(settings, **of_run, learner__devices=2, **timeouts))
+    until_step(run, directory, 4)
+    break_rank(run.component_pid("learner-1"))
+    assert run.end(END_LIMIT_S) == 4, run.output
+    assert re.search(r"\blearner-1\b", run.output), run.output
+    assert run.remaining_processes() == []
+    resumed = start("--resume", str(directory), "--learner.devices", str(resumed_with))
+    assert resumed.end(300) == 0, resumed.output
+    assert steps_of(directory) == list(range(1, STEPS + 1))
+    assert visits_of(directory) == every_task_once(EPOCHS)
+    assert resumed.remaining_processes() == []
+
+
+def until_step(run: LiveRun, directory: Path, step: int) -> None:
+    run.until(lambda: steps_of(directory)[-1:] >= [step])
