@@ -175,7 +175,7 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
     state = learner_state(config, shape)
     if learner.sharded:
         in_host = learner.offload and on_gpu
-        fixed = (0 if in_host else -(-state // learner.devices)) + _gathered(config, shape)
+        fixed = (0 if in_host else -(-state // learner.devices)) + gathered_memory(config, shape)
     else:
         fixed = state + (2 * parameters if halves and not config.lora.rank else 0)  # a bfloat16 copy to compute with
     context = min(config.engine.context or shape.context, shape.context)
@@ -199,7 +199,7 @@ def learner_state(config: Config, shape: ModelShape) -> int:
     return (20 if config.kl.coefficient > 0 else 16) * shape.parameters
 
 
-def _gathered(config: Config, shape: ModelShape) -> int:
+def gathered_memory(config: Config, shape: ModelShape) -> int:
     """Return the bytes that a process of a sharded learner holds of gathered weights and of gradients before they are
     summed. Gradients of a layer are in the dtype of its weights and are summed in float32."""
     size = BYTES[config.model.dtype]
