@@ -7,7 +7,7 @@ runs never see. So a run is rejected only if the minimum does not fit, and warne
 The estimate of a sharded learner is that of one of its processes:
 
     weights, gradients, optimizer state    divided by learner.devices; in host memory with learner.offload
-    gathered: embeddings and output head   whole, in float32, with their gradient and the buffer that sums it
+    gathered: embeddings and output head   whole, in float32; after the pass, their gradient and the buffer that sums it
     gathered: layers                       two of them, one computing and one arriving, or all without learner.reshard;
                                            gradient and summation buffer of one
     activations of one pass                as in a learner that is not sharded
@@ -206,7 +206,9 @@ def gathered_memory(config: Config, shape: ModelShape) -> int:
     trained = 0 if config.lora.rank else 1  # gradients of adapters are small
     layers = min(2, shape.layers) if config.learner.reshard else shape.layers
     in_layers = layers * size * shape.layer + trained * (size + 4) * shape.layer
-    return in_layers + (4 + trained * 8) * shape.outside_layers
+    outside = 4 * shape.outside_layers
+    # Gradients of embeddings and head are summed when the layers and the weights outside them have been freed.
+    return max(in_layers + outside, trained * 2 * outside)
 
 
 def _layer_activations(shape: ModelShape, halves: bool, compiled: bool) -> int:
