@@ -46,6 +46,9 @@ FILE_ENDINGS = ("json", "jsonl", "lock", "log", "md", "py", "safetensors", "toml
 RLLM = {".".join(name.split(".")[:2]) for names in (SAME, MIRRORED) for name in names}
 """Settings of rLLM, whose page lists them."""
 
+SERVER_FILES = ("vllm.toml", "one_node.toml", "many_nodes.toml")
+"""Config files in examples/ that set `engine.kind = "vllm"`."""
+
 KEY = re.compile(rf"(?<![\w./-])(?:--)?({'|'.join(SECTIONS)})\.(\w+)\b")
 
 
@@ -86,18 +89,24 @@ def test_there_are_documents_with_commands_in_them() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_documented_command_parses(name: str) -> None:
     for command in commands(name):
-        words, settings = cli.split_settings(shlex.split(command)[1:])
-        if (len(words) == 1 and not settings) or "--help" in words:  # the name of a command alone
-            assert_has_help(words[0])
-            continue
-        arguments = cli._parser().parse_args(words)
-        if words[0] == "simulate":
-            simulation.load_settings(None, settings)
-            continue
-        served = {"engine.kind": "vllm"} if words[0] == "serve" or "vllm.toml" in command else {}  # what these imply
-        make_config(served | parse_arguments(settings))
-        options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
-        assert not options or options <= benchmark_options(arguments.what), command
+        assert_parses(shlex.split(command)[1:])
+
+
+def assert_parses(given: list[str]) -> None:
+    """Check the words after `outpace`."""
+    words, settings = cli.split_settings(given)
+    if (len(words) == 1 and not settings) or "--help" in words:  # the name of a command alone
+        assert_has_help(words[0])
+        return
+    arguments = cli._parser().parse_args(words)
+    if words[0] == "simulate":
+        simulation.load_settings(None, settings)
+        return
+    is_server = words[0] == "serve" or any(word.endswith(SERVER_FILES) for word in words)
+    served = {"engine.kind": "vllm"} if is_server else {}  # what these imply
+    make_config(served | parse_arguments(settings))
+    options = {word[2:].partition("=")[0] for word in getattr(arguments, "words", []) if word.startswith("--")}
+    assert not options or options <= benchmark_options(arguments.what), given
 
 
 def assert_has_help(verb: str) -> None:

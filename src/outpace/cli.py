@@ -215,7 +215,7 @@ def fleet(arguments: argparse.Namespace, settings: list[str]) -> int:
 def serve(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.commands.serve import serve as run_servers
 
-    run_servers(arguments.config, settings, arguments.dry_run)
+    run_servers(arguments.config, settings, arguments.dry_run, arguments.all_gpus)
     return 0
 
 
@@ -418,6 +418,7 @@ def _add_engine_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this = commands.add_parser("serve", help="start inference servers for later runs", epilog=_SETTINGS_EPILOG)
     this.add_argument("config", nargs="?", type=Path, help="a run's TOML or YAML file (default: the built-in model)")
     this.add_argument("--dry-run", action="store_true", help="print the server commands and exit")
+    this.add_argument("--all-gpus", action="store_true", help="use all GPUs: the learner runs on another machine")
     this.set_defaults(verb=serve)
 
     this = commands.add_parser(

@@ -146,8 +146,9 @@ def test_weights_gradients_and_optimizer_state_are_divided_among_the_processes()
 
 
 def test_without_reshard_every_process_holds_all_layers_in_the_dtype_of_the_model() -> None:
-    layers = 28 - 2
-    assert sharded(devices=8, reshard=False) - sharded(devices=8) == layers * 2 * QWEN_7B.layer
+    state = 16 * OF_7B // 8
+    assert sharded(devices=8, reshard=False) - state >= 28 * 2 * QWEN_7B.layer
+    assert sharded(devices=8) - state < 28 * 2 * QWEN_7B.layer
 
 
 def test_offload_leaves_only_gathered_weights_on_the_gpu() -> None:
@@ -160,7 +161,67 @@ def test_embeddings_and_output_head_are_gathered_whole() -> None:
     config = resolved(SHARDED | {"learner.devices": 8})
     matrix = QWEN_7B.vocabulary * QWEN_7B.width
     less = learner_memory(config, QWEN_7B, on_gpu=True).fixed - learner_memory(config, tied, on_gpu=True).fixed
-    assert less == pytest.approx(12 * matrix, rel=0.1)
+    assert less > 4 * matrix
+
+
+TRACK = """
+import json, sys
+import torch, torch.distributed as dist
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+devices, reshard, halves, (vocabulary, width, layers, heads, kv_heads, wide) = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+mesh = init_device_mesh("cpu", (devices,))
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+    num_key_value_heads=kv_heads, intermediate_size=wide, tie_word_embeddings=False))
+parameters = sum(weight.numel() for weight in model.parameters())
+dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+for layer in model.model.layers:
+    policy = dtypes if halves else MixedPrecisionPolicy()
+    fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+fully_shard(model, mesh=mesh, reshard_after_forward=False)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+tracker = FSDPMemTracker(model, optimizer)
+tokens = torch.zeros((1, 4), dtype=torch.long)
+tracker.track_inputs((tokens,))
+with tracker:
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=halves):
+            loss = model(tokens).logits.float().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        tracker.reset_mod_stats()
+(peak,) = tracker.get_tracker_snapshot("peak").values()
+print(json.dumps([parameters, peak["Total"]]))
+"""
+"""Trains a model on one of several ranks that FSDP2 believes to exist, and prints the memory of all its tensors."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "reshard", "dtype"),
+    [(4, True, "bfloat16"), (4, False, "bfloat16"), (8, True, "float32")],
+)
+def test_the_estimate_of_a_sharded_learner_is_close_to_what_fsdp_allocates(
+    devices: int, reshard: bool, dtype: str
+) -> None:
+    model = (8000, 512, 8, 8, 2, 2048)
+    vocabulary, width, layers, heads, kv_heads, wide = model
+    given = json.dumps([devices, reshard, dtype == "bfloat16", model])
+    done = subprocess.run([sys.executable, "-c", TRACK, given], capture_output=True, text=True, check=True)
+    parameters, measured = json.loads(done.stdout.splitlines()[-1])
+    shape = ModelShape(parameters, layers, width, heads, kv_heads, width // heads, wide, vocabulary, 4096, 2)
+    settings = {"model.dtype": dtype, "engine.kind": "vllm", "learner.devices": devices, "learner.reshard": reshard}
+    gradient_of_head = 4 * vocabulary * width  # in the estimate of a full pass
+    estimate = learner_memory(resolved(settings), shape, on_gpu=True).fixed + gradient_of_head
+    assert estimate == pytest.approx(measured, rel=0.05)
 
 
 def test_a_reference_model_is_sharded_too() -> None:

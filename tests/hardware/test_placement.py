@@ -16,7 +16,14 @@ from outpace.hardware.cores import (
     learner_threads,
     shares_cores,
 )
-from outpace.hardware.placement import Placement, assign_gpus, listed_gpus, placement_of, torch_has_cuda
+from outpace.hardware.placement import (
+    Placement,
+    assign_gpus,
+    assign_servers,
+    listed_gpus,
+    placement_of,
+    torch_has_cuda,
+)
 from outpace.run.build import ComponentSpecs
 from outpace.runtime.components import Resources
 from support import names
@@ -406,6 +413,30 @@ def test_a_server_that_joins_gets_no_gpu_of_a_sharded_learner() -> None:
     placement = placed(4, learner__devices=2)
     assert on(placement) == ["2"]
     assert placement.assign_joining_engine(placement.engines).gpus == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "values", "expected"),
+    [
+        (8, {"engine__count": 8}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (8, {"engine__count": 2, "launch__args": ["-tp", "4"]}, ["0+1+2+3", "4+5+6+7"]),
+        (8, {"engine__count": 1, "launch__args": ["-tp", "8"]}, ["0+1+2+3+4+5+6+7"]),
+        (2, {"engine__count": 3}, ["0", "1", "0"]),
+        (0, {"engine__count": 2}, ["", ""]),
+    ],
+)
+def test_servers_on_a_machine_without_a_learner_get_all_gpus(
+    gpus: int, values: dict[str, Any], expected: list[str]
+) -> None:
+    servers = assign_servers(config(**values), [str(index) for index in range(gpus)])
+    assert ["+".join(server.gpus) for server in servers] == expected
+    if gpus == 8:
+        assert {server.memory for server in servers} == {0.9}
+
+
+def test_a_server_that_needs_more_gpus_than_the_machine_has_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"^launch\.args: "):
+        assign_servers(config(launch__args=["-tp", "4"]), ["0", "1"])
 
 
 def test_the_threads_of_the_learner_are_divided_among_its_processes() -> None:

@@ -21,14 +21,17 @@ from outpace.engines.server.commands import needs_plugin, server_kind
 from outpace.engines.server.launch import LaunchedServer, LaunchPlan, describe_exit, launch_server
 from outpace.engines.server.server_process import free_port, keep_log_copy
 from outpace.errors import BadInput, ServerGone
-from outpace.hardware.placement import placement_of
+from outpace.hardware.placement import GpuAssignment, assign_servers, placement_of, visible_gpus
 from outpace.runtime.cleanup import RuntimeDirectory, temporary_files_environment
 
 
-def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False) -> None:
-    """Start the servers and block until Ctrl-C. `dry_run`: only print the server commands."""
+def serve(file: Path | None, settings: Sequence[str], dry_run: bool = False, all_gpus: bool = False) -> None:
+    """Start the servers and block until Ctrl-C. `dry_run`: only print the server commands. `all_gpus`: leave no GPU to
+    a learner, which runs on another machine."""
     config = serving_config(file, settings)
-    asyncio.run(_print_commands(config) if dry_run else _serve(config))
+    gpus = assign_servers(config, visible_gpus(config)) if all_gpus else placement_of(config).engines
+    transport = "files" if all_gpus else placement_of(config).transport
+    asyncio.run(_print_commands(config, gpus) if dry_run else _serve(config, gpus, transport))
 
 
 def serving_config(file: Path | None, settings: Sequence[str]) -> Config:
@@ -50,20 +53,20 @@ def plugin_home() -> Path:
     return Path(os.environ.get("OUTPACE_CACHE") or "~/.cache/outpace").expanduser()
 
 
-async def _print_commands(config: Config) -> None:
+async def _print_commands(config: Config, placed: Sequence[GpuAssignment]) -> None:
     plan = await LaunchPlan.of(config, plugin_home())
-    for index, gpus in enumerate(placement_of(config).engines):
+    for index, gpus in enumerate(placed):
         port = config.launch.port + index if config.launch.port else free_port()
         print(plan.command(port, gpus).shell_command(os.environ))
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, placed: Sequence[GpuAssignment], transport: str) -> None:
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled.set)
     runtime_dir = await asyncio.to_thread(RuntimeDirectory)
-    serving = asyncio.create_task(_run_servers(config, runtime_dir))
+    serving = asyncio.create_task(_run_servers(config, placed, transport, runtime_dir))
     try:
         await asyncio.wait({serving, asyncio.create_task(signalled.wait())}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -74,7 +77,9 @@ async def _serve(config: Config) -> None:
         raise outcome
 
 
-async def _run_servers(config: Config, runtime_dir: RuntimeDirectory) -> None:
+async def _run_servers(
+    config: Config, placed: Sequence[GpuAssignment], transport: str, runtime_dir: RuntimeDirectory
+) -> None:
     """Start the servers and run until one of them exits. Keeps the log of a server that fails.
 
     Servers start in sequence: in parallel they would compete for CPU and, on a shared GPU, for memory."""
@@ -84,12 +89,12 @@ async def _run_servers(config: Config, runtime_dir: RuntimeDirectory) -> None:
     )
     started: list[LaunchedServer] = []
     try:
-        for index, gpus in enumerate(placement_of(config).engines):
+        for index, gpus in enumerate(placed):
             log = runtime_dir.files / f"server-{index}.log"
             _report(f"starting {server_kind(config)} {plan.found.version}; log: {log}")
             with keep_log_copy(log):
                 started.append(await launch_server(plan, index, log, _report, environment, gpus))
-        print(_engine_toml(config, [each.server.url for each in started]), flush=True)
+        print(_engine_toml(config, [each.server.url for each in started], transport), flush=True)
         _report("press Ctrl-C to stop")
         await _raise_when_one_exits(started)
     finally:
@@ -108,12 +113,12 @@ async def _raise_when_one_exits(started: Sequence[LaunchedServer]) -> None:
             task.cancel()
 
 
-def _engine_toml(config: Config, urls: Sequence[str]) -> str:
+def _engine_toml(config: Config, urls: Sequence[str], transport: str) -> str:
     """Return the settings that a run needs to use these servers, as TOML."""
     addresses = ", ".join(f'"{url}"' for url in urls)
     lines = ["[engine]", f'kind = "{server_kind(config)}"', f"urls = [{addresses}]"]
     if needs_plugin(config):
-        lines += ["", "[weights]", f'transport = "{placement_of(config).transport}"']
+        lines += ["", "[weights]", f'transport = "{transport}"']
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ runs never see. So a run is rejected only if the minimum does not fit, and warne
 The estimate of a sharded learner is that of one of its processes:
 
     weights, gradients, optimizer state    divided by learner.devices; in host memory with learner.offload
-    gathered: embeddings and output head   whole, in float32, with their gradient and the buffer that sums it
+    gathered: embeddings and output head   whole, in float32; after the pass, their gradient and the buffer that sums it
     gathered: layers                       two of them, one computing and one arriving, or all without learner.reshard;
                                            gradient and summation buffer of one
     activations of one pass                as in a learner that is not sharded
@@ -175,7 +175,7 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
     state = learner_state(config, shape)
     if learner.sharded:
         in_host = learner.offload and on_gpu
-        fixed = (0 if in_host else -(-state // learner.devices)) + _gathered(config, shape)
+        fixed = (0 if in_host else -(-state // learner.devices)) + gathered_memory(config, shape)
     else:
         fixed = state + (2 * parameters if halves and not config.lora.rank else 0)  # a bfloat16 copy to compute with
     context = min(config.engine.context or shape.context, shape.context)
@@ -199,14 +199,16 @@ def learner_state(config: Config, shape: ModelShape) -> int:
     return (20 if config.kl.coefficient > 0 else 16) * shape.parameters
 
 
-def _gathered(config: Config, shape: ModelShape) -> int:
+def gathered_memory(config: Config, shape: ModelShape) -> int:
     """Return the bytes that a process of a sharded learner holds of gathered weights and of gradients before they are
     summed. Gradients of a layer are in the dtype of its weights and are summed in float32."""
     size = BYTES[config.model.dtype]
     trained = 0 if config.lora.rank else 1  # gradients of adapters are small
     layers = min(2, shape.layers) if config.learner.reshard else shape.layers
     in_layers = layers * size * shape.layer + trained * (size + 4) * shape.layer
-    return in_layers + (4 + trained * 8) * shape.outside_layers
+    outside = 4 * shape.outside_layers
+    # Gradients of embeddings and head are summed when the layers and the weights outside them have been freed.
+    return max(in_layers + outside, trained * 2 * outside)
 
 
 def _layer_activations(shape: ModelShape, halves: bool, compiled: bool) -> int:

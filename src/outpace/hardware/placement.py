@@ -233,6 +233,26 @@ def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
     )
 
 
+def assign_servers(config: Config, gpus: Sequence[str]) -> list[GpuAssignment]:
+    """Assign all GPUs to servers, on a machine without a learner. Raises `BadInput` if there are not enough."""
+    servers, size = config.engine.count or 1, _gpus_per_engine(config)
+    if config.run.device == "cpu" or not gpus:
+        return [ON_CPU] * servers
+    if size > len(gpus):
+        raise BadInput(_too_few_for_a_server(size, len(gpus)))
+    groups = [list(gpus[start : start + size]) for start in range(0, len(gpus) - size + 1, size)]
+    on_group = [len(range(index, servers, len(groups))) for index in range(len(groups))]
+    memory = [_server_memory(config, count, shares=False) for count in on_group]
+    return [GpuAssignment(groups[index % len(groups)], memory[index % len(groups)]) for index in range(servers)]
+
+
+def _too_few_for_a_server(size: int, visible: int) -> str:
+    return (
+        f"launch.args: the parallelism needs {size} GPUs per server, but {_count(visible)} visible; "
+        f"lower --tensor-parallel-size or make more GPUs visible"
+    )
+
+
 def _launches(config: Config) -> bool:
     return config.engine.kind != "embedded" and not config.engine.urls
 
@@ -263,10 +283,7 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], 
             f"lower it, make more GPUs visible, or use servers on other machines (engine.urls)"
         )
     if size > len(gpus):
-        raise BadInput(
-            f"launch.args: the parallelism needs {size} GPUs per server, but {_count(len(gpus))} visible; "
-            f"lower --tensor-parallel-size or make more GPUs visible"
-        )
+        raise BadInput(_too_few_for_a_server(size, len(gpus)))
     if size > len(others):
         return learner, [list(gpus[:size])]
     return learner, [others[start : start + size] for start in range(0, len(others) - size + 1, size)]

@@ -233,6 +233,21 @@ def test_a_dry_run_prints_a_runnable_command(env: dict[str, str], capsys: pytest
     assert f"--port {port}" in shown
 
 
+def test_servers_for_a_learner_on_another_machine_get_all_gpus(
+    env: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outpace.hardware.placement.torch_has_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    given = flags(env, engine__count=2, run__device="cuda")
+    assert main(["serve", "--dry-run", "--all-gpus", *given]) == 0
+    first, second = capsys.readouterr().out.strip().splitlines()
+    assert "CUDA_VISIBLE_DEVICES=3" in first
+    assert "CUDA_VISIBLE_DEVICES=5" in second
+    assert main(["serve", "--dry-run", *given]) == 0
+    for line in capsys.readouterr().out.strip().splitlines():
+        assert "CUDA_VISIBLE_DEVICES=5" in line, "without the option the first GPU is left to the learner"
+
+
 def test_a_missing_launch_python_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--launch.python=/no/python"]) == 2
     output = capsys.readouterr().err

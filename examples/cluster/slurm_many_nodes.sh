@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Two nodes or more with 8 GPUs each: the learner on the first, vLLM servers on the others. Submit it in the checkout,
+# with `outpace` on the path of every node:
+#   sbatch examples/cluster/slurm_many_nodes.sh               # 16 GPUs
+#   sbatch --nodes=8 examples/cluster/slurm_many_nodes.sh     # 64 GPUs
+# The checkout and the environments must be in a folder that all nodes share. A job that is submitted again continues
+# the run. Anyone who can reach the servers can change their weights: use this on a private network only.
+#SBATCH --job-name=outpace
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --output=outpace-%j.log
+#SBATCH --signal=B:TERM@300
+set -euo pipefail
+
+config=examples/cluster/many_nodes.toml
+run=${RUN:-runs/many_nodes}
+vllm=${VLLM_PYTHON:-$HOME/vllm/bin/python}
+weights=${WEIGHTS_DIR:-$PWD/weights} # shared by all nodes; every server gets its own copy of the weights here
+tensor=${TENSOR_PARALLEL:-8}
+port=8000
+count=$((8 / tensor)) # servers per node
+
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+server_nodes=("${nodes[@]:1}")
+
+# Servers: one `outpace serve` per node, which stops its servers when it gets SIGTERM.
+srun --nodes="${#server_nodes[@]}" --ntasks="${#server_nodes[@]}" --nodelist="$(IFS=, && echo "${server_nodes[*]}")" \
+  outpace serve "$config" --all-gpus --engine.count "$count" --launch.port "$port" --launch.python "$vllm" \
+  --launch.args "[\"--host\", \"0.0.0.0\", \"--tensor-parallel-size\", \"$tensor\"]" &
+servers=$!
+trap 'kill "$servers" 2>/dev/null || true' EXIT
+
+urls=()
+for node in "${server_nodes[@]}"; do
+  for ((index = 0; index < count; index++)); do
+    urls+=("http://$node:$((port + index))")
+  done
+done
+for url in "${urls[@]}"; do
+  until curl --silent --fail --output /dev/null "$url/health"; do
+    kill -0 "$servers" || exit 1 # a server could not start; its error is in the log of this job
+    sleep 5
+  done
+done
+
+# The learner and everything else, on this node, the first one. The servers may be on other nodes than last time.
+arguments=("$config" --run.dir "$run")
+if [ -e "$run/config.toml" ]; then
+  arguments=(--resume "$run")
+fi
+mkdir -p "$weights"
+outpace train "${arguments[@]}" --engine.urls "$(IFS=, && echo "${urls[*]}")" --weights.dir "$weights" &
+trainer=$!
+trap 'kill -TERM "$trainer"' TERM # before the time limit: outpace writes a checkpoint and exits
+
+wait "$trainer" || true # a signal ends this wait early
+wait "$trainer"
