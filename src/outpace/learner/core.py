@@ -160,7 +160,7 @@ class LearnerCore:
         limit, shortest = self.config.learner.resolved_tokens_per_pass, self._forward.min_shared
         if self.ranks is None:
             return range(len(rows)), pack(rows, limit, extras, shortest)
-        own = share_rows(rows, self.ranks.size, limit)[self.ranks.rank]
+        own = share_rows(rows, self.ranks.size, limit, _width(self.model))[self.ranks.rank]
         packed = pack(
             [rows[index] for index in own], limit, [extras[index] for index in own] if extras else (), shortest
         )
@@ -355,6 +355,12 @@ class LearnerCore:
         return self.config.lora.adapter if self.config.engine.kind != "embedded" else None
 
 
+def _width(model: PreTrainedModel) -> int:
+    embeddings = model.get_input_embeddings().weight
+    assert isinstance(embeddings, Tensor)
+    return int(getattr(model.config, "hidden_size", embeddings.shape[1]))
+
+
 def _is_finite(update: Update) -> bool:
     return all(map(math.isfinite, update))
 
@@ -365,10 +371,7 @@ def needs_reference_model(config: Config) -> bool:
 
 
 def _make_critic(model: PreTrainedModel, config: CriticConfig, device: torch.device) -> ValueHead:
-    embeddings = model.get_input_embeddings().weight
-    assert isinstance(embeddings, Tensor)
-    width = int(getattr(model.config, "hidden_size", embeddings.shape[1]))
-    return ValueHead(width, config.shared).to(device=device, dtype=model.dtype)
+    return ValueHead(_width(model), config.shared).to(device=device, dtype=model.dtype)
 
 
 def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:

@@ -21,7 +21,7 @@ import msgspec
 from outpace.config import Config
 from outpace.config.sections import ModelConfig
 from outpace.errors import BadInput
-from outpace.hardware.cores import available_cores, engine_threads, learner_threads, shares_cores
+from outpace.hardware.cores import available_cores, engine_threads, learner_shares_cores, learner_threads, shares_cores
 from outpace.hardware.placement import ON_CPU, GpuAssignment, learner_name, placement_of
 from outpace.protocols import Engine, Learner, TaskStream
 from outpace.runtime import by_value
@@ -290,7 +290,7 @@ def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
     from outpace.learner.torch_backend import TorchBackend
 
     config, threads, device = settings.parsed, learner_threads(settings.parsed), _device(spec)
-    shares = shares_cores(config, config.learner.threads) and not config.learner.sharded
+    shares = learner_shares_cores(config)
     return LearnerHost(
         LearnerSettings(
             config=config,

@@ -1,7 +1,7 @@
 """LearnerGroup: the ranks of a sharded learner, as one learner.
 
     chunk, step, publish, save, load, logprobs  ─▶ every rank makes the same call, in the same order
-    send                                        ─▶ the first rank, which owns the snapshots
+    send, stats                                 ─▶ the first rank, which owns the snapshots
 
 Ranks compute the same numbers, so the first rank's answer is that of the group. If a call fails on one rank, the others
 fail too or wait for it in a collective: the group raises the error that explains most, and names its rank.
@@ -71,13 +71,7 @@ class LearnerGroup:
         return (await self._on_all(lambda rank: rank.logprobs(sequences, temperature)))[0]
 
     async def stats(self) -> LearnerStats:
-        found = await self._on_all(lambda rank: rank.stats())
-        return msgspec.structs.replace(
-            found[0],
-            busy_s=max(stats.busy_s for stats in found),
-            core_s=sum(stats.core_s for stats in found),
-            threads=sum(stats.threads for stats in found),
-        )
+        return await self._first.stats()
 
     async def _on_all(self, call: Callable[[Learner], Coroutine[Any, Any, T]]) -> list[T]:
         calls = {name: asyncio.ensure_future(call(rank)) for name, rank in self._ranks.items()}
