@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_are_stopped() -> Generator[None, None, None]:
+    """End the processes that `learner.ranks` keeps."""
+    yield
+    if (ranks := sys.modules.get("learner.ranks")) is not None:
+        ranks.stop_ranks()
 
 
 @pytest.fixture

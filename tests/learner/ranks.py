@@ -1,12 +1,14 @@
-"""Run a function on several gloo ranks, each a fresh process with one thread.
+"""Run a function on several gloo ranks, each a process of its own with one thread.
 
-Every rank initializes the default process group, so the function may use collectives and device meshes. The ranks meet
-in a file of a temporary directory. No rank leaves before all have finished, and when one fails, the others are killed:
-the error of the rank that failed first is raised, not the broken connections that follow from it.
+The processes are kept for the next call, because starting one takes seconds of imports. Each call has its own default
+process group, so the function may use collectives and device meshes; the ranks meet in a file of a temporary directory.
+When a rank fails, all processes are killed: the error of the rank that failed first is raised, not the broken
+connections that follow from it.
 """
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import pickle
 import tempfile
@@ -18,17 +20,43 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from outpace.runtime.die_with_parent import die_with_parent
 
 Result = TypeVar("Result")
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 280.0
 """Of all ranks together, with the imports of their processes."""
 
-EXIT_S = 20.0
-"""How long ranks that have finished may take to exit."""
+
+class Call(NamedTuple):
+    """What a process is told to run."""
+
+    function: Callable[[int], Any]
+    rank: int
+    size: int
+    rendezvous: Path
+    timeout_s: float
+
+
+class RankProcess:
+    """One process that runs calls, one after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.process: SpawnProcess = context.Process(target=_serve, args=(there,), daemon=True)
+        with there:
+            self.process.start()
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+_processes: list[RankProcess] = []
 
 
 def run_ranks(function: Callable[[int], Result], size: int, timeout_s: float = TIMEOUT_S) -> list[Result]:
@@ -36,52 +64,44 @@ def run_ranks(function: Callable[[int], Result], size: int, timeout_s: float = T
 
     `function` is a top-level function of a module, or a `functools.partial` of one; its result is pickled. An exception
     of a rank is raised here with the traceback of the rank as a note."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[SpawnProcess] = []
-    connections: list[Connection[Any, Any]] = []
-    patience_s = 0.0
+    _processes.extend(RankProcess() for _ in range(size - len(_processes)))
+    chosen = _processes[:size]
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         try:
-            for rank in range(size):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_run_rank,
-                    args=(function, rank, size, Path(directory) / "rendezvous", timeout_s, there),
-                    name=f"rank {rank}",
-                    daemon=True,
-                )
-                connections.append(here)
-                with there:
-                    process.start()
-                processes.append(process)
-            results = _collect(processes, connections, timeout_s)
-            patience_s = EXIT_S
-        finally:
-            for connection in connections:
-                connection.close()  # ends the ranks, which have all finished or are killed
-            for process in processes:
-                process.join(patience_s)
-                process.kill()
-                process.join()
-    return results
+            for rank, each in enumerate(chosen):
+                call = Call(function, rank, size, Path(directory) / "rendezvous", timeout_s)
+                each.connection.send_bytes(pickle.dumps(call))
+            return _collect(chosen, timeout_s)
+        except BaseException:
+            stop_ranks()
+            raise
 
 
-def _collect(processes: list[SpawnProcess], connections: list[Connection[Any, Any]], timeout_s: float) -> list[Any]:
+def stop_ranks() -> None:
+    """End the processes that are kept."""
+    while _processes:
+        _processes.pop().kill()
+
+
+atexit.register(stop_ranks)
+
+
+def _collect(processes: list[RankProcess], timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
+    ranks: dict[Any, int] = {each.connection: rank for rank, each in enumerate(processes)}
     until = time.monotonic() + timeout_s
-    while missing := [connection for rank, connection in enumerate(connections) if rank not in results]:
+    while missing := [connection for connection, rank in ranks.items() if rank not in results]:
         ready = wait(missing, timeout=max(0.0, until - time.monotonic()))
         if not ready:
-            waiting = ", ".join(str(rank) for rank in range(len(processes)) if rank not in results)
+            waiting = ", ".join(str(rank) for rank in ranks.values() if rank not in results)
             raise TimeoutError(f"no result from rank {waiting} within {timeout_s:g} s")
         for connection in ready:
-            assert isinstance(connection, multiprocessing.connection.Connection)
-            rank = connections.index(connection)
+            rank = ranks[connection]
             try:
-                succeeded, value = pickle.loads(connection.recv_bytes())
+                succeeded, value = pickle.loads(processes[rank].connection.recv_bytes())
             except EOFError:
-                processes[rank].join(EXIT_S)
-                code = processes[rank].exitcode
+                processes[rank].process.join(timeout_s)
+                code = processes[rank].process.exitcode
                 raise RuntimeError(f"rank {rank} of {len(processes)} died with exit code {code}") from None
             if not succeeded:
                 raise value
@@ -89,42 +109,35 @@ def _collect(processes: list[SpawnProcess], connections: list[Connection[Any, An
     return [results[rank] for rank in range(len(processes))]
 
 
-def _run_rank(
-    function: Callable[[int], Any],
-    rank: int,
-    size: int,
-    rendezvous: Path,
-    timeout_s: float,
-    parent: Connection[Any, Any],
-) -> None:
+def _serve(parent: Connection[Any, Any]) -> None:
     die_with_parent()
-    with parent:
-        try:
-            message = pickle.dumps((True, _call(function, rank, size, rendezvous, timeout_s)))
-        except BaseException as error:  # boundary: every error, also a skipped test, is raised in the parent
-            message = _failure(error, rank)
-        parent.send_bytes(message)
-        with suppress(EOFError, OSError):
-            parent.recv_bytes()  # returns when the parent has the results of all ranks, or kills them
-    from torch import distributed
-
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def _call(function: Callable[[int], Any], rank: int, size: int, rendezvous: Path, timeout_s: float) -> Any:
     import torch
-    from torch import distributed
 
     torch.set_num_threads(1)
+    with parent, suppress(EOFError, OSError):
+        while True:
+            call: Call = pickle.loads(parent.recv_bytes())
+            try:
+                message = pickle.dumps((True, _run(call)))
+            except BaseException as error:  # boundary: every error, also a skipped test, is raised in the parent
+                message = _failure(error, call.rank)
+            parent.send_bytes(message)
+
+
+def _run(call: Call) -> Any:
+    from torch import distributed
+
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
+        init_method=f"file://{call.rendezvous}",
+        rank=call.rank,
+        world_size=call.size,
+        timeout=timedelta(seconds=call.timeout_s),
     )
-    return function(rank)
+    result = call.function(call.rank)
+    distributed.barrier()  # no rank leaves before all have finished
+    distributed.destroy_process_group()
+    return result
 
 
 def _failure(error: BaseException, rank: int) -> bytes:

@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from learner.ranks import run_ranks
+from learner.ranks import run_ranks, stop_ranks
 from outpace.errors import BadInput
 from outpace.models.loading import decoder_layers, load_model
 from outpace.models.sharded_loading import CheckpointMismatch, load_sharded_model
@@ -181,6 +181,7 @@ def test_no_rank_holds_more_than_its_share_and_the_largest_piece(tmp_path: Path)
     whole = 4 * model.num_parameters()
     piece = model.get_input_embeddings().weight.nbytes // RANKS  # type: ignore[union-attr, operator]
     small, large = save(llama(), tmp_path / "small"), save(model, tmp_path / "large")
+    stop_ranks()  # the memory of new processes is measured
     for peak, share, remains in run_ranks(partial(peak_of_loading, small, large), RANKS):
         print(f"whole {whole / 1e6:.0f} MB, share {share / 1e6:.0f}, largest piece {piece / 1e6:.0f}, ", end="")
         print(f"peak {peak / 1e6:.0f}, remains {remains / 1e6:.0f}")

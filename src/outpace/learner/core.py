@@ -44,7 +44,7 @@ from outpace.learner.forward import (
 from outpace.learner.loss import LossAssembly
 from outpace.learner.metrics import StepTotals, TotalsParts, step_metrics, totals_from, totals_parts
 from outpace.learner.optimizer import ValueHead, clip_factor, learning_rate, make_optimizer
-from outpace.learner.packing import PackedBatch, pack
+from outpace.learner.packing import PackedBatch, input_length, pack
 from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
 from outpace.learner.sharding import ShardedModel, idle_batch, probe_model, shard
@@ -139,8 +139,7 @@ class LearnerCore:
         """Run forward and backward over these rows, adding to the gradient of the next update."""
         started = time.perf_counter()
         chunk = StepTotals()
-        _, passes = self.passes(rows, extras)
-        for packed in passes:
+        for _, packed in self.passes(rows, extras):
             chunk.add(self._train_pass(packed, replayed))
         self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
@@ -154,17 +153,21 @@ class LearnerCore:
             seconds=seconds,
         )
 
-    def passes(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> tuple[Sequence[int], list[PackedBatch]]:
-        """Return the indices of the rows that this rank computes, and its passes: as many as those of the other
-        ranks."""
+    def passes(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[tuple[list[int], PackedBatch]]:
+        """Return this rank's passes, each with the indices of its rows. All ranks have equally many, the longest first,
+        because in each pass they wait for one another."""
         limit, shortest = self.config.learner.resolved_tokens_per_pass, self._forward.min_shared
-        if self.ranks is None:
-            return range(len(rows)), pack(rows, limit, extras, shortest)
-        own = share_rows(rows, self.ranks.size, limit, _width(self.model))[self.ranks.rank]
-        packed = pack(
-            [rows[index] for index in own], limit, [extras[index] for index in own] if extras else (), shortest
-        )
-        return own, packed + [idle_batch()] * (self.ranks.largest(len(packed)) - len(packed))
+        own: Sequence[int] = range(len(rows))
+        if self.ranks is not None:
+            own = share_rows(rows, self.ranks.size, limit, _width(self.model))[self.ranks.rank]
+        chosen = [extras[index] for index in own] if extras else ()
+        batches = pack([rows[index] for index in own], limit, chosen, shortest)
+        trained = iter([index for index in own if input_length(rows[index])])
+        found = [([next(trained) for _ in range(batch.rows)], batch) for batch in batches]
+        if self.ranks is not None:
+            found.sort(key=lambda each: -len(each[1].tokens_T))
+            found += [([], idle_batch())] * (self.ranks.largest(len(found)) - len(found))
+        return found
 
     def _train_pass(self, packed: PackedBatch, replayed: bool) -> StepTotals:
         reference_logp_N = self.reference.logp(packed) if self.reference and self.config.kl.in_loss else None
@@ -201,16 +204,14 @@ class LearnerCore:
         empty = np.zeros(0, dtype=np.float32)
         scores = [dict.fromkeys(self._score_names, empty) for _ in rows]
         unweighted = [with_advantages(row, _NO_ADVANTAGE) for row in rows]  # scoring does not read advantages
-        own, passes = self.passes(unweighted)
-        trained = iter([scores[index] for index in own if rows[index].mask.any()])
-        for packed in passes:
+        found: dict[int, dict[str, Floats]] = {}
+        for indices, packed in self.passes(unweighted):
             ends = np.cumsum(np.bincount(packed.sequence_N, minlength=packed.rows))[:-1]
             by_name = {name: np.split(values, ends) for name, values in self._score_pass(packed).items()}
-            for document in range(packed.rows):
-                next(trained).update({name: parts[document] for name, parts in by_name.items()})
-        if self.ranks is not None:
-            for index, found in self.ranks.gather_arrays({index: scores[index] for index in own}).items():
-                scores[index] = found
+            for document, index in enumerate(indices):
+                found[index] = {name: parts[document] for name, parts in by_name.items()}
+        for index, score in (self.ranks.gather_arrays(found) if self.ranks else found).items():
+            scores[index] = score
         self._seconds += time.perf_counter() - started
         return scores
 
@@ -405,15 +406,12 @@ def sequence_logprobs(core: LearnerCore, sequences: Sequence[Ints], temperature:
 
 
 def _scores(core: LearnerCore, forward: Forward, rows: Sequence[Row]) -> list[Floats]:
-    own, passes = core.passes(rows)
-    found: list[Floats] = []
-    for packed in passes:
+    found: dict[int, dict[str, Floats]] = {}
+    for indices, packed in core.passes(rows):
         logp_N = forward(packed).logp_N.float().cpu().numpy()
-        if packed.rows:
-            found += np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
-    if core.ranks is None:
-        return found
-    scored = core.ranks.gather_arrays({index: {OLD_LOGP: each} for index, each in zip(own, found, strict=True)})
+        parts = np.split(logp_N, np.cumsum(np.bincount(packed.sequence_N))[:-1])
+        found |= {index: {OLD_LOGP: part} for index, part in zip(indices, parts, strict=False)}
+    scored = core.ranks.gather_arrays(found) if core.ranks else found
     return [scored[index][OLD_LOGP] for index in range(len(rows))]
 
 
