@@ -41,7 +41,6 @@ from outpace.checkpoint.commit import write_durably
 from outpace.errors import NotSaved
 from outpace.learner.backend import LearnerBackend, LearnerSettings, NotFinite, WriteState
 from outpace.learner.batch_learner import BatchLearner
-from outpace.learner.ranks import collective_errors
 from outpace.learner.state import write_tensors
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics
@@ -225,7 +224,7 @@ class LearnerHost(Generic[B]):
                 with (
                     self._stopwatch.running(),
                     self._sharing.working() if self._sharing else nullcontext(),
-                    collective_errors() if self._ranks else nullcontext(),
+                    self._ranks.errors() if self._ranks else nullcontext(),
                 ):
                     return function(*args, **kwargs)
             except StopIteration as error:  # a future cannot carry it; the caller would wait forever

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,12 +31,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """One rank of a learner. `rendezvous`: the URL through which the ranks find each other, for torch.distributed."""
+    """One rank of a learner. `rendezvous`: the URL through which the ranks find each other, for torch.distributed.
+    `logs`: directory for the last collective calls if one fails; None: they are not kept."""
 
     rank: int
     size: int
     rendezvous: str
     timeout_s: float
+    logs: Path | None = None
 
 
 class Ranks:
@@ -45,8 +48,9 @@ class Ranks:
         """Wait for all ranks."""
         self.rank = settings.rank
         self.size = settings.size
+        self._logs = settings.logs
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-        with collective_errors():
+        with self.errors():
             if not dist.is_initialized():
                 dist.init_process_group(
                     backend,
@@ -90,7 +94,7 @@ class Ranks:
         }
         parts = self.gather_values(encoded, dict[int, dict[str, tuple[str, bytes]]])
         return {
-            index: {name: np.frombuffer(data, dtype) for name, (dtype, data) in arrays.items()}
+            index: {name: np.frombuffer(data, dtype).copy() for name, (dtype, data) in arrays.items()}
             for part in parts
             for index, arrays in part.items()
         }
@@ -107,15 +111,23 @@ class Ranks:
         """Leave the group. Other ranks may still be in it."""
         dist.destroy_process_group()
 
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise `CollectiveFailed` for what torch raises if another rank is gone or late."""
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._failed(error) from error
+        except RuntimeError as error:  # gloo has no exception class of its own
+            if "gloo" not in str(error):
+                raise
+            raise self._failed(error) from error
 
-@contextmanager
-def collective_errors() -> Iterator[None]:
-    """Raise `CollectiveFailed` for what torch raises if another rank is gone or late."""
-    try:
-        yield
-    except dist.DistError as error:
-        raise CollectiveFailed(f"the connection to another learner process failed: {error}") from error
-    except RuntimeError as error:  # gloo has no exception class of its own
-        if "gloo" not in str(error):
-            raise
-        raise CollectiveFailed(f"the connection to another learner process failed: {error}") from error
+    def _failed(self, error: Exception) -> CollectiveFailed:
+        message = f"the connection to another learner process failed: {error}"
+        record = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # torch's flight recorder
+        if record is None or self._logs is None:
+            return CollectiveFailed(message)
+        file = self._logs / f"collectives-{self.rank}.json"
+        file.write_bytes(record(True, False))
+        return CollectiveFailed(f"{message}; the last collective calls of rank {self.rank} are in {file}")

@@ -43,8 +43,16 @@ SERVER_GRACE_S = 60.0
 """Added to `launch.start_s`, so that an engine component can report why its server did not start."""
 
 
-RANK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""The ranks of a learner are on one machine: their sockets must not be reachable from others."""
+def _rank_environment(logs: Path) -> dict[str, str]:
+    """Return the environment variables of a learner process. All are on this machine, and their sockets must not be
+    reachable from others."""
+    return {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "TORCH_FR_BUFFER_SIZE": "1000",  # of the last collective calls, recorded for errors
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(logs / "collectives-nccl-"),  # torch appends the rank
+    }
 
 
 def engine_name(index: int) -> str:
@@ -93,6 +101,7 @@ class ComponentSpecs:
         )
         self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
+        self._logs = run_dir.absolute() / "logs"
         self._runtime_dir = runtime_dir
         self._code = code
         self._learner_code = learner_code
@@ -156,7 +165,7 @@ class ComponentSpecs:
                 kind="learner",
                 settings=self._shared_settings | {"index": rank},
                 resources=_resources(learner_threads(self._config), gpus),
-                environment=RANK_ENVIRONMENT if self._config.learner.sharded else {},
+                environment=_rank_environment(self._logs) if self._config.learner.sharded else {},
                 code=self._learner_code,
                 listen=self._learner_socket if calls and rank == 0 else None,
                 token=self._token,
@@ -313,7 +322,8 @@ def _ranks(settings: ComponentSettings, device: str) -> Ranks:
 
     learner = settings.parsed.learner
     rendezvous = f"file://{settings.scratch}/ranks-{settings.incarnation}"
-    return Ranks(RankSettings(settings.index, learner.devices, rendezvous, learner.collective_timeout_s), device)
+    logs = Path(settings.run_dir) / "logs"
+    return Ranks(RankSettings(settings.index, learner.devices, rendezvous, learner.collective_timeout_s, logs), device)
 
 
 def _device(spec: ComponentSpec) -> str:
@@ -411,6 +421,10 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 
     async def connect_learner() -> Learner:
         nonlocal learner
+        if (
+            config.learner.devices > 1
+        ):  # each process would have to make the call between the same two of the controller
+            raise BadInput("learner.devices: a producer can use model.logprobs only with one learner process; set 1")
         if learner is None:
             learner = await reconnecting_proxy(Learner, settings.url, spec.token, LEARNER)
         return learner  # type: ignore[no-any-return]
