@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learner.ranks import run_ranks
+from learner.ranks import run_ranks, stop_ranks
 from learner.small import make_llama, make_records
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import CorruptData
@@ -22,6 +25,7 @@ from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import LearnerHost
 from outpace.learner.ranks import Ranks, RankSettings
 from outpace.learner.torch_backend import TorchBackend
+from outpace.models.slices import local_part
 from outpace.types import JournalLocation, Manifest
 from outpace.weights.shared_memory import read_snapshot
 from support import kept_of, resolved
@@ -42,6 +46,7 @@ class Scene:
     home: Path
     settings: dict[str, Any]
     places: list[JournalLocation]
+    snapshots: Path | None = None
 
     def host(self, size: int, rank: int, seed: int = 0) -> LearnerHost[TorchBackend]:
         dotted = {"learner.lr": 1e-2, "model.path": str(self.home / f"model{seed}"), **self.settings}
@@ -49,7 +54,7 @@ class Scene:
             LearnerSettings(
                 config=resolved(dotted | {"learner.devices": size}),
                 read_group=partial(read_record, self.home / "journal"),
-                snapshots=self.home / "weights",
+                snapshots=self.snapshots or self.home / "weights",
                 incarnation="run",
                 threads=1,
                 ranks=Ranks(RankSettings(rank, size, "", 60.0), "cpu") if size > 1 else None,
@@ -212,3 +217,50 @@ def test_ranks_refuse_a_state_of_another_model(make_scene: Callable[[str], Scene
     make_llama(0, hidden_size=16, head_dim=4).save_pretrained(scene.home / "model0")
     for message in run(partial(read_with_other_model, scene, 2), 2):
         assert "model.path" in message
+
+
+def growth_of_publishing(scene: Scene, size: int, rank: int) -> tuple[int, int, int]:
+    """Return how many bytes of memory this process has after a second snapshot that it did not have before, the bytes
+    of its shard, and those of a snapshot."""
+
+    async def work() -> tuple[int, int, int]:
+        host = scene.host(size, rank)
+        await host.publish([])
+        reset_peak()
+        before = resident("VmRSS")
+        manifest = await host.publish([])
+        shard = sum(local_part(parameter).nbytes for parameter in host.backend.parameters.values())
+        found = resident("VmHWM") - before, shard, manifest.nbytes
+        await host.close()
+        return found
+
+    return asyncio.run(work())
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # of VmHWM
+
+
+def resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, to reset the peak memory")
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs a file system in memory, as runs use it")
+def test_no_rank_holds_more_than_its_shard_and_a_snapshot_while_it_publishes(
+    make_scene: Callable[[str], Scene],
+) -> None:
+    scene = make_scene("plain")
+    large = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 128}
+    make_llama(**large).save_pretrained(scene.home / "model0")
+    stop_ranks()  # the memory of new processes is measured
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        scene.snapshots = Path(directory)
+        first, *others = run(partial(growth_of_publishing, scene, 4), 4)
+    slack = 0.05 * first[2]
+    for growth, shard, _ in others:
+        assert shard < 0.26 * first[2]
+        assert growth < shard + slack  # its own rows of the snapshot
+    assert first[0] < 2 * first[2] + slack  # this snapshot, and the memory of the next one

@@ -18,7 +18,7 @@ from outpace.learner.batch_learner import BatchLearner
 from outpace.learner.core import LearnerCore, sequence_logprobs
 from outpace.learner.ranks import Ranks, RankSettings
 from outpace.types import GroupRecord
-from support import resolved
+from support import needs_bfloat16, resolved
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}
+AFTER_STEPS = {"float64": 1e-4, "float32": 1e-2}
+"""Tolerances of losses, norms and logprobs after steps of a large learning rate, which amplify rounding."""
+
 STEPS = 5
 
 
@@ -86,12 +89,16 @@ class Trained:
             self._train(records, batch)
 
     def _train(self, records: list[GroupRecord], batch: BatchLearner | None) -> None:
+        counted = 0
         for chunk in (records[:1], records[1:]):
             if batch is not None:
-                batch.add(chunk, replayed=False)
+                report = batch.add(chunk, replayed=False)
             else:
-                self.core.accumulate([row for record in chunk for row in record.rows])
+                report = self.core.accumulate([row for record in chunk for row in record.rows])
+            counted += sum(report.lag_counts.values())
+            assert sum(report.lag_counts.values()) == report.tokens
         self.reports.append(self.core.step() if batch is None else batch.train())
+        assert counted == self.reports[-1].tokens
 
     def weights(self) -> Tensor:
         return all_values(dict(self.core.parameters | self.core.critic_parameters))
@@ -144,5 +151,34 @@ def test_a_sharded_learner_trains_like_one_process(case: str, dtype: str, size: 
         found = result[case, dtype]
         assert found.gradient <= TOLERANCES[dtype]
         assert found.weights <= 1e-3
-        assert found.reports <= 1e-3
-        assert found.scores <= 1e-3
+        assert found.reports <= AFTER_STEPS[dtype]
+        assert found.scores <= AFTER_STEPS[dtype]
+
+
+def bfloat16_errors(size: int, rank: int) -> tuple[float, float]:
+    """Return the errors of the gradient in bfloat16, sharded and not."""
+    ranks = join(rank, size)
+    exact = Trained("default", torch.float64, None).gradients[0]
+    sharded, plain = (Trained("default", torch.bfloat16, each).gradients[0] for each in (ranks, None))
+    return difference(sharded, exact), difference(plain, exact)
+
+
+@needs_bfloat16
+def test_a_sharded_learner_is_as_exact_in_bfloat16_as_one_process() -> None:
+    for sharded, plain in run_ranks(partial(bfloat16_errors, 2), 2):
+        assert sharded < 1.2 * plain
+
+
+def entries_of_order(size: int, rank: int) -> list[int]:
+    """Return how many layers FSDP2 remembers after each of three scoring passes."""
+    core = LearnerCore(make_llama(), resolved({"learner.lr": 1e-2}), ranks=join(rank, size))
+    rows, found = [row for record in make_records() for row in record.rows], []
+    for _ in range(3):
+        core.score(rows)
+        state = core.model.get_decoder().layers[0]._get_fsdp_state()  # type: ignore[union-attr, index, operator]
+        found.append(len(state._comm_ctx.post_forward_order))
+    return found
+
+
+def test_passes_without_a_backward_pass_leave_nothing_behind() -> None:
+    assert run_ranks(partial(entries_of_order, 2), 2) == [[0, 0, 0]] * 2

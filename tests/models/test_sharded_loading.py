@@ -62,9 +62,8 @@ def leave_whole(model: PreTrainedModel) -> None:
     pass
 
 
-def shard_layers(model: PreTrainedModel, mesh: tuple[int, ...] = (RANKS,)) -> None:
-    names = ("replicas", "shards")[-len(mesh) :]
-    devices = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+def shard_layers(model: PreTrainedModel) -> None:
+    devices = init_device_mesh("cpu", (RANKS,))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=devices)
     fully_shard(model, mesh=devices)
@@ -97,11 +96,11 @@ def assert_same_model(found: PreTrainedModel, expected: PreTrainedModel) -> None
 # --------------------------------------------------------------------------------------------------------- with ranks
 
 
-def load_and_compare(paths: list[str], mesh: tuple[int, ...], rank: int) -> list[tuple[int, int]]:
+def load_and_compare(paths: list[str], rank: int) -> list[tuple[int, int]]:
     """Return how many values this rank holds of each model, and how many there are."""
     sizes = []
     for path in paths:
-        model = load_sharded_model(path, shard=partial(shard_layers, mesh=mesh), device="cpu")
+        model = load_sharded_model(path, shard=shard_layers, device="cpu")
         parameters = list(model.parameters())
         assert all(isinstance(parameter, DTensor) for parameter in parameters)
         local = sum(parameter.to_local().numel() for parameter in parameters)  # type: ignore[operator]
@@ -133,17 +132,10 @@ def test_ranks_load_their_rows_of_any_checkpoint_and_together_hold_the_model(tmp
         ),
     ]
     assert (tmp_path / "bfloat16, several files" / "model.safetensors.index.json").is_file()
-    ranks = run_ranks(partial(load_and_compare, paths, (RANKS,)), RANKS)
+    ranks = run_ranks(partial(load_and_compare, paths), RANKS)
     for (first, whole), (second, _) in zip(*ranks, strict=True):
         assert first + second == whole
         assert first < 0.6 * whole
-
-
-@pytest.mark.slow
-def test_replicas_of_shards_load_the_same_rows(tmp_path: Path) -> None:
-    path = save(llama(), tmp_path)
-    for [(size, whole)] in run_ranks(partial(load_and_compare, [path], (RANKS, 1)), RANKS):
-        assert size == whole
 
 
 @pytest.mark.slow

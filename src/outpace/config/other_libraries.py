@@ -242,7 +242,7 @@ ABSENT: Mapping[str, str] = {
         "micro_batch_size micro_train_batch_size micro_rollout_batch_size ppo_micro_batch_size "
         "ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu use_dynamic_bsz auto_find_batch_size",
     "the optimizer is AdamW; leave this out": "optimizer optim optim_args optim_target_modules",
-    "the learner runs on one device; sharding is not supported yet; leave this out":
+    "set learner.devices to shard the learner, and learner.offload to keep it in host memory":
         "zero_stage trainer.n_gpus_per_node trainer.nnodes fsdp_config.param_offload fsdp_config.optimizer_offload "
         "deepspeed fsdp fsdp_config accelerator_config parallelism_config",
     "resume with `outpace train --resume RUN`": "ckpt.resume_step trainer.resume_mode",
@@ -284,7 +284,7 @@ ABSENT: Mapping[str, str] = {
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "micro-batches are packed by token count; leave this out, or set learner.tokens_per_pass": "pad_to_multiple_of",
-    "the learner runs on one device; leave this out":
+    "the learner chooses how its processes communicate; leave this out":
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
         "local_rank average_tokens_across_devices ds3_gather_for_generation log_on_each_node save_on_each_node "
         "log_level_replica",

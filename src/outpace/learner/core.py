@@ -29,7 +29,15 @@ from outpace.algorithms.token_advantages import with_advantages
 from outpace.config import Config
 from outpace.config.algorithm import CriticConfig, configured_advantage
 from outpace.errors import plural
-from outpace.learner.backend import OLD_LOGP, OLD_VALUES, REFERENCE_LOGP, Extras, NotFinite
+from outpace.learner.backend import (
+    OLD_LOGP,
+    OLD_VALUES,
+    REFERENCE_LOGP,
+    Extras,
+    NotFinite,
+    check_rows,
+    count_lags,
+)
 from outpace.learner.balance import share_rows
 from outpace.learner.compute_copy import ComputeCopy
 from outpace.learner.forward import (
@@ -49,8 +57,8 @@ from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
 from outpace.learner.sharding import ShardedModel, idle_batch, probe_model, shard
 from outpace.models.lora import LoraAdapters
+from outpace.models.slices import local_part
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
-from outpace.weights.slices import local_part
 
 _NO_ADVANTAGE = np.zeros(())
 
@@ -144,12 +152,13 @@ class LearnerCore:
         self._accumulated.add(chunk)
         seconds = time.perf_counter() - started
         self._seconds += seconds
+        lags = count_lags(rows, self.version)  # of all ranks
         return ChunkReport(
-            tokens=chunk.tokens,
+            tokens=sum(lags.values()),
             rows=len(rows),
             loss_sum=chunk.loss_sum,
-            lag_counts=dict(chunk.lag_counts),
-            replay_lag_counts=dict(chunk.replay_lag_counts),
+            lag_counts={} if replayed else lags,
+            replay_lag_counts=lags if replayed else {},
             seconds=seconds,
         )
 
@@ -159,6 +168,7 @@ class LearnerCore:
         limit, shortest = self.config.learner.resolved_tokens_per_pass, self._forward.min_shared
         own: Sequence[int] = range(len(rows))
         if self.ranks is not None:
+            check_rows(rows)  # all ranks refuse the same rows, instead of waiting for the one that does
             own = share_rows(rows, self.ranks.size, limit, _width(self.model))[self.ranks.rank]
         chosen = [extras[index] for index in own] if extras else ()
         batches = pack([rows[index] for index in own], limit, chosen, shortest)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from outpace.errors import BadInput, one_line
 from outpace.learner.attention import ATTENTION_NAME, PackingUnsupported, bucket_width, plan_attention, uses_flash
 from outpace.learner.output_head import logprobs_from_logits, token_logprobs
 from outpace.learner.packing import MIN_SHARED, Longs, PackedBatch, pack
@@ -127,7 +128,8 @@ class PackedForward:
 
     @torch.enable_grad()
     def warm_up(self, tokens: int) -> None:
-        """Torch compiles for large and for small passes separately. A model that cannot be compiled runs as it is."""
+        """Torch compiles for large and for small passes separately. A model that cannot be compiled runs as it is,
+        unless it is sharded."""
         if not self._options.compiled:
             return
         layers = getattr(self._decoder, "layers", None)
@@ -237,7 +239,10 @@ class ShardedForward:
         self.min_shared = inner.min_shared
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs:
-        outputs: ForwardOutputs = self.root(partial(self.inner, packed))
+        try:
+            outputs: ForwardOutputs = self.root(partial(self.inner, packed))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise BadInput(f"learner.compile: a layer cannot be compiled; set false: {one_line(error)}") from error
         return outputs
 
     def warm_up(self, tokens: int) -> None:

@@ -49,6 +49,7 @@ class Ranks:
         self.rank = settings.rank
         self.size = settings.size
         self._logs = settings.logs
+        self._timeout_s = settings.timeout_s
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
         with self.errors():
             if not dist.is_initialized():
@@ -63,7 +64,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank does what only one rank may do."""
+        """Whether this is rank 0, which does what must be done once."""
         return self.rank == 0
 
     def largest(self, value: int) -> int:
@@ -87,7 +88,7 @@ class Ranks:
         return [msgspec.msgpack.decode(each, type=kind) for each in self.gather(msgspec.msgpack.encode(value))]
 
     def gather_arrays(self, own: Mapping[int, Mapping[str, Array]]) -> dict[int, dict[str, Array]]:
-        """Return the arrays of all ranks, by index and name. Every index is of one rank."""
+        """Return the arrays of all ranks, by index and name. No index is on two ranks."""
         encoded = {
             index: {name: (each.dtype.str, each.tobytes()) for name, each in arrays.items()}
             for index, arrays in own.items()
@@ -124,10 +125,16 @@ class Ranks:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> CollectiveFailed:
-        message = f"the connection to another learner process failed: {error}"
+        message = (
+            "another learner process has failed, or did not respond within learner.collective_timeout_s = "
+            f"{self._timeout_s:g}: {error}"
+        )
         record = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # torch's flight recorder
         if record is None or self._logs is None:
             return CollectiveFailed(message)
         file = self._logs / f"collectives-{self.rank}.json"
-        file.write_bytes(record(True, False))
+        try:
+            file.write_bytes(record(True, False))
+        except OSError:  # the error itself is more important than its record
+            return CollectiveFailed(message)
         return CollectiveFailed(f"{message}; the last collective calls of rank {self.rank} are in {file}")

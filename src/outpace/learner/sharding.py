@@ -50,10 +50,16 @@ class ShardedModel(nn.Module):
         return result
 
     def free_gathered(self) -> None:
-        """Free gathered weights that are left of a pass without a backward pass."""
+        """Free gathered weights that are left of a pass without a backward pass, and the order of its layers, which
+        FSDP2 keeps for the backward pass. Torch has no public function for the latter."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+                state: Any = module._get_fsdp_state()
+                state._comm_ctx.post_forward_order.clear()
+                groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # before torch 2.12
+                for group in filter(None, groups):
+                    group._post_forward_indices.clear()
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, settings: LearnerConfig, dtype: torch.dtype) -> ShardedModel:
@@ -105,13 +111,14 @@ def probe_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the same kind with random weights, small enough to compute with unsharded: one layer of each
     type, and few tokens."""
     config = type(model.config).from_dict(model.config.to_dict())
-    types = list(getattr(config, "layer_types", None) or [])
+    text = config.get_text_config()  # a part of the config of a model that also reads images
+    types = list(getattr(text, "layer_types", None) or [])
     layers = sorted({types.index(each) for each in types}) or [0]
-    config.num_hidden_layers = len(layers)
+    text.num_hidden_layers = len(layers)
     if types:
-        config.layer_types = [types[index] for index in layers]
-    config.vocab_size = PROBE_VOCABULARY
-    config.pad_token_id = None
+        text.layer_types = [types[index] for index in layers]
+    text.vocab_size = PROBE_VOCABULARY
+    text.pad_token_id = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         probe: Any = type(model)(config)

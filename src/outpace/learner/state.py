@@ -37,11 +37,11 @@ from outpace.checkpoint.commit import write_durably
 from outpace.errors import CorruptData
 from outpace.learner.core import LearnerCore
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraAdapters, adapter_config_json, parse_adapter_config
+from outpace.models.slices import TensorSlice, like_sharded, slice_of
 from outpace.runtime import diagnostics, rng
 from outpace.types import LoraAdapter, TensorSpec, Version
 from outpace.weights.files import safetensors_header, safetensors_order
 from outpace.weights.shared_memory import distinct_tensors
-from outpace.weights.slices import TensorSlice, like_sharded, slice_of
 
 Tensors = dict[str, Tensor]
 Slices = dict[str, TensorSlice]
@@ -142,6 +142,8 @@ def write_slices(path: Path, slices: Mapping[str, TensorSlice], first: bool = Tr
     try:
         if first:
             _write_at(descriptor, memoryview(header), 0)
+            if path.is_file():  # an earlier, longer file must not leave its end
+                os.ftruncate(descriptor, len(header) + sum(spec.nbytes for spec in specs))
         position = len(header)
         for spec in safetensors_order(specs):
             part = slices[spec.name]

@@ -35,14 +35,13 @@ class TorchBackend(LearnerCore):
         sharded = None if model else _load_shards(settings)
         if sharded is not None:
             super().__init__(sharded.model, config, ranks=settings.ranks, reference=sharded.reference)
+        elif settings.ranks is None:
+            super().__init__(model or _load_whole(settings, settings.device), config)
         else:
-            model = model or load_model(
-                config.model.path,
-                dtype="float32",
-                device=settings.device if settings.ranks is None else "cpu",
-                trust_remote_code=config.model.trust_remote_code,
-            )
-            super().__init__(model, config, ranks=settings.ranks)
+            for rank in range(settings.ranks.size):  # one after the other: there may be memory for one whole model only
+                if rank == settings.ranks.rank:
+                    super().__init__(model or _load_whole(settings, "cpu"), config, ranks=settings.ranks)
+                settings.ranks.barrier()
         if settings.sharing is not None:
             call_at_every_layer(self.compute_model, settings.sharing.adjust)
         self._copies = StateCopies()
@@ -82,6 +81,11 @@ class TorchBackend(LearnerCore):
         self._reserving.shutdown()
 
 
+def _load_whole(settings: LearnerSettings, device: str) -> PreTrainedModel:
+    config = settings.config.model
+    return load_model(config.path, dtype="float32", device=device, trust_remote_code=config.trust_remote_code)
+
+
 class _LoadedShards(NamedTuple):
     model: ShardedModel
     reference: ShardedModel | None
@@ -109,5 +113,5 @@ def _load_shards(settings: LearnerSettings) -> _LoadedShards | None:
     try:
         return _LoadedShards(load(), load() if needs_reference_model(config) else None)
     except CheckpointMismatch as error:
-        log.warning("every learner process loads the whole model first: %s", error)
+        log.warning("the learner processes load the whole model, one after the other: %s", error)
         return None

@@ -16,7 +16,6 @@ Invariants
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,12 +25,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import LOADING, resolve_model
+from outpace.models.slices import own_rows
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -200,21 +200,6 @@ def _fill(model: PreTrainedModel, sources: dict[str, tuple[str, Path]]) -> None:
             continue
         with safe_open(file, framework="pt") as tensors:  # per tensor: closing it unmaps the pages that were read
             if isinstance(tensor, DTensor):
-                local.copy_(tensors.get_slice(stored_name)[own_slices(tensor)])
+                local.copy_(tensors.get_slice(stored_name)[slice(*own_rows(tensor))])
             else:
                 local.copy_(tensors.get_tensor(stored_name))
-
-
-def own_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this process holds."""
-    bounds = [(0, size) for size in tensor.shape]
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard:
-            raise NotImplementedError(f"cannot load a parameter that is placed as {placement}")
-        start, end = bounds[placement.dim]
-        length = math.ceil((end - start) / tensor.device_mesh.size(mesh_dim))  # as torch.chunk: the last may be shorter
-        start = min(end, start + length * tensor.device_mesh.get_local_rank(mesh_dim))
-        bounds[placement.dim] = start, min(end, start + length)
-    return tuple(slice(start, end) for start, end in bounds)

@@ -31,7 +31,7 @@ from outpace.types import (
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long the other ranks may take to fail after the first one. If a process has died, this is reported last."""
+"""How long the other ranks may take to fail after the first one: a process that has died may be noticed last."""
 
 
 class LearnerGroup:
@@ -77,10 +77,10 @@ class LearnerGroup:
         calls = {name: asyncio.ensure_future(call(rank)) for name, rank in self._ranks.items()}
         try:
             await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
-            if any(isinstance(error, NotSaved) for error in _errors(calls).values()):
-                await asyncio.wait(calls.values())  # training continues, but not before all ranks have stopped writing
-            elif _errors(calls):
-                await asyncio.wait(calls.values(), timeout=self._grace_s)
+            if _errors(calls):
+                # Without a checkpoint training continues, but not before all ranks have stopped writing it.
+                writing = any(isinstance(error, NotSaved) for error in _errors(calls).values())
+                await asyncio.wait(calls.values(), timeout=None if writing else self._grace_s)
             if errors := _errors(calls):
                 raise _explanation(errors, [name for name, each in calls.items() if not each.done()])
             return [each.result() for each in calls.values()]
@@ -99,7 +99,8 @@ def _explanation(errors: Mapping[str, BaseException], unfinished: list[str]) -> 
     failed collective."""
     for error in errors.values():
         if isinstance(error, ComponentLost):
-            return error
+            late = f"; {', '.join(unfinished)} did not respond" if unfinished else ""
+            return ComponentLost(error.component, error.message + late, error.remote_traceback)
     for error in errors.values():
         if not isinstance(error, CollectiveFailed):
             return error

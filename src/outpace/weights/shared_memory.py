@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -33,11 +33,13 @@ from torch import Tensor
 
 from outpace.config import Config
 from outpace.hardware.placement import transport_of
-from outpace.learner.ranks import Ranks
+from outpace.models.slices import local_part, slice_of
 from outpace.types import Manifest, TensorSpec, Version, WeightDelta
 from outpace.weights import delta, snapshot
-from outpace.weights.slices import local_part, slice_of
 from outpace.weights.snapshot import DATA_OFFSET, VOID, SnapshotFile, padded
+
+if TYPE_CHECKING:
+    from outpace.learner.ranks import Ranks
 
 
 @dataclass(kw_only=True)

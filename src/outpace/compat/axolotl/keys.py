@@ -67,7 +67,7 @@ REFUSED: Mapping[str, str] = {
     "the learner trains the given weights in bfloat16 or float32; leave this out":
         "load_in_8bit load_in_4bit fp8 fp8_config float16 gptq bnb_config_kwargs quantization qat "
         "model_quantization_config quantize_moe_experts use_onebitllms",
-    "the learner runs on one device; leave this out":
+    "learner.devices shards the learner, and nothing else divides it; leave this out":
         "context_parallel_size sequence_parallel_degree tensor_parallel_size dp_shard_size dp_replicate_size "
         "fsdp_version deepcompile use_ray ray_num_workers",
     "the adapter is plain LoRA without dropout on linear layers; leave this out":

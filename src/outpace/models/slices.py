@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def slice_of(tensor: Tensor) -> TensorSlice:
     """Return this process's part of a tensor, which is not a copy."""
     if not isinstance(tensor, DTensor):
         return TensorSlice(tensor.detach(), tensor.shape)
-    first, _ = _row_bounds(tensor)
+    first, _ = own_rows(tensor)
     return TensorSlice(local_part(tensor), tensor.shape, first * math.prod(tensor.shape[1:]), is_sharded=True)
 
 
@@ -40,17 +40,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def like_sharded(tensor: DTensor, rows: Callable[[int, int], Tensor]) -> DTensor:
-    """Return a tensor that is sharded like another one. `rows(first, end)` returns rows of the whole tensor."""
-    first, end = _row_bounds(tensor)
-    local = rows(first, end) if end > first else torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype)
-    return DTensor.from_local(
-        local.to(tensor.device), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-    )
+    """Return a tensor that is sharded like another one, in memory of the same device. `rows(first, end)` returns rows
+    of the whole tensor."""
+    found: DTensor = torch.empty_like(tensor)  # type: ignore[assignment]
+    first, end = own_rows(tensor)
+    if end > first:
+        local_part(found).copy_(rows(first, end))
+    return found
 
 
-def _row_bounds(tensor: DTensor) -> tuple[int, int]:
+def own_rows(tensor: DTensor) -> tuple[int, int]:
     """Return the first row of this process and the end of its rows: as torch.chunk divides them, so the last processes
     may have fewer rows, or none."""
+    assert tensor.placements == (Shard(0),), f"only rows can be sharded, not {tensor.placements}"
     rows = tensor.shape[0]
     each = -(-rows // tensor.device_mesh.size())
     first = min(each * tensor.device_mesh.get_local_rank(), rows)
