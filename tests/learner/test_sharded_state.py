@@ -230,9 +230,7 @@ def growth_of_publishing(scene: Scene, size: int, rank: int) -> tuple[int, int, 
         before = resident("VmRSS")
         manifest = await host.publish([])
         shard = sum(local_part(parameter).nbytes for parameter in host.backend.parameters.values())
-        found = resident("VmHWM") - before, shard, manifest.nbytes
-        await host.close()
-        return found
+        return resident("VmHWM") - before, shard, manifest.nbytes
 
     return asyncio.run(work())
 
