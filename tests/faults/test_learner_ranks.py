@@ -63,7 +63,7 @@ COLLECTIVE = {"learner__collective_timeout_s": 5.0}
     ("break_rank", "timeouts", "resumed_with"),
     [
         pytest.param(kill, {}, 2, id="killed"),
-        pytest.param(stop, PROBED, 1, id="stopped, found by a probe"),
+        pytest.param(stop, PROBED, 1, id="stopped, found by a probe", marks=pytest.mark.nightly),
         pytest.param(stop, COLLECTIVE, 2, id="stopped, found by a collective", marks=pytest.mark.nightly),
         pytest.param(exhaust_memory, {}, 2, id="out of memory", marks=pytest.mark.nightly),
     ],

@@ -41,7 +41,7 @@ def test_a_run_resumes_with_other_numbers_of_learner_processes(settings: dict[st
     assert all(line["throughput/trained_tokens"] > 0 for line in lines)
 
 
-@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("lora", [0, pytest.param(4, marks=pytest.mark.nightly)])
 def test_engines_have_the_weights_that_four_ranks_publish(tmp_path: Path, lora: int) -> None:
     train(tmp_path / "run", COUNTDOWN | {"run.steps": 2, "eval.count": 0, "lora.rank": lora})
     found = measure(tmp_path / "run", ["--learner.devices=4"])
