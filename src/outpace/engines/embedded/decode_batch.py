@@ -36,6 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outpace.engines.embedded import row_blocks
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
 from outpace.engines.generation import Decode, StopStrings, tokens_to_sample
 from outpace.errors import RequestFailed
@@ -340,6 +341,8 @@ class DecodeBatch:
 
         Return the followers: requests that start together with the first one of their prompt, as slot -> its slot."""
         taken = self._take_waiting()
+        if self.decoder.attends_in_blocks:
+            self._order_by_length()
         if not taken:
             self._make_room(0, 0)
             return {}
@@ -391,7 +394,7 @@ class DecodeBatch:
         if not sources:
             return
         lengths = self._rows.position[list(sources)] + (0 if without_last else 1)
-        self.decoder.copy(list(sources.values()), list(sources), int(lengths.max()))
+        self.decoder.copy(list(sources.values()), list(sources), lengths.tolist())
         self.shared_tokens += int(lengths.sum())
 
     def _follow(self, logits_B_V: Tensor, rows: int, followers: dict[int, int]) -> Tensor:
@@ -420,11 +423,25 @@ class DecodeBatch:
         movers = [slot for slot in range(rows, self.decoder.slots) if self._running[slot] is not None]
         targets, free = gaps[: len(movers)], gaps[len(movers) :]
         if movers:
-            self.decoder.copy(movers, targets, int(self._rows.position[movers].max()))
-            self._rows.move(movers, targets)
-            for target, mover in zip(targets, movers, strict=True):
-                self._running[target], self._running[mover] = self._running[mover], None
+            self._move(movers, targets)
         return [*free, *range(rows, rows + followers)]
+
+    def _order_by_length(self) -> None:
+        """Move long sequences to the first rows and short ones to the last, if that pays."""
+        rows = np.array([row for row, request in enumerate(self._running) if request is not None], dtype=np.int64)
+        moves = row_blocks.moves(rows, self._rows.position[rows] + 1, self.decoder.context)
+        if moves:
+            self._move(list(moves), list(moves.values()))
+
+    def _move(self, sources: list[int], targets: list[int]) -> None:
+        """Move running requests to other rows, all at once."""
+        self.decoder.copy(sources, targets, self._rows.position[sources].tolist())
+        self._rows.move(sources, targets)
+        moved = [self._running[source] for source in sources]
+        for source in sources:
+            self._running[source] = None
+        for target, request in zip(targets, moved, strict=True):
+            self._running[target] = request
 
     def _free(self, slot: int) -> None:
         self._running[slot] = None

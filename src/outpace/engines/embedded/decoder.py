@@ -19,19 +19,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outpace.engines.embedded.row_blocks import by_class, round_up
 from outpace.errors import BadInput
 from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
-
-WINDOW_STEP: Final = 8
-"""Key windows and single prefills are rounded up to a multiple of this, to keep the number of shapes small."""
 
 FIRST_CAPACITY = 128
 
@@ -82,11 +79,14 @@ class SlotCache:
                 release_unused_memory(device)
 
     @torch.inference_mode()
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        source_N, target_N = (torch.tensor(slots, device=self.keys[0].device) for slots in (sources, targets))
+    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        device = self.keys[0].device
+        source_N, target_N = (torch.tensor(slots, device=device) for slots in (sources, targets))
+        parts = [(torch.from_numpy(chosen).to(device), length) for chosen, length in by_class(np.array(lengths))]
         for tensor in (*self.keys, *self.values):
-            prefix_S_H_L_D = tensor[:, :, :length]
-            prefix_S_H_L_D.index_copy_(0, target_N, prefix_S_H_L_D.index_select(0, source_N))
+            prefixes = [tensor[:, :, :length].index_select(0, source_N[chosen]) for chosen, length in parts]
+            for (chosen, length), prefix_N_H_L_D in zip(parts, prefixes, strict=True):
+                tensor[:, :, :length].index_copy_(0, target_N[chosen], prefix_N_H_L_D)
 
     @torch.inference_mode()
     def clear(self, slot: int) -> None:
@@ -98,6 +98,8 @@ class Decoder(ABC):
     """A weight set with a KV cache for `slots` sequences of at most `context` tokens."""
 
     vocabulary: int
+    attends_in_blocks = False
+    """Whether a step is cheaper with rows ordered by length, longest first (`row_blocks`)."""
 
     def __init__(self, slots: int, context: int, *, deterministic: bool) -> None:
         self.slots, self.context, self.deterministic = slots, context, deterministic
@@ -149,9 +151,9 @@ class Decoder(ABC):
     def sibling(self, prepared: DecoderWeights, slots: int | None = None) -> Decoder:
         """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` keys and values of each source slot into its target; reads before it writes."""
-        self._cache.copy(sources, targets, length)
+    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Copy as many keys and values of each source slot into its target; reads all before it writes."""
+        self._cache.copy(sources, targets, lengths)
 
     def clear(self, slot: int) -> None:
         """Zero a slot. Needed only when it contains non-finite values."""
@@ -162,10 +164,6 @@ class Decoder(ABC):
         window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
         self._cache.reserve(window)
         return window
-
-
-def round_up(length: int, multiple: int = WINDOW_STEP) -> int:
-    return -(-length // multiple) * multiple
 
 
 def check_tensors(tensors: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> None:

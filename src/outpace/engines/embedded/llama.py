@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors
+from outpace.engines.embedded.row_blocks import Block, split
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROTARY = "model.rotary_emb"
@@ -204,6 +205,7 @@ class LlamaDecoder(Decoder):
         self.vocabulary = shape.vocabulary
         self._shape, self._angles = shape, angles
         self._allocate([(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers, shape.dtype, shape.device)
+        self.attends_in_blocks = shape.device.type == "cpu" and not deterministic
         self._row_heads_S_K = torch.arange(slots * shape.kv_heads, device=shape.device).view(slots, shape.kv_heads)
 
     @classmethod
@@ -260,24 +262,38 @@ class LlamaDecoder(Decoder):
         shape, cache, device = self._shape, self._cache, self._shape.device
         rows = len(tokens_B)
         heads = rows * shape.kv_heads
-        window = self._reserve_window(positions_B)
+        blocks = self._blocks(positions_B)
         position_B = torch.from_numpy(positions_B).to(device)
         place_BK = (self._row_heads_S_K[:rows] * cache.capacity + position_B.unsqueeze(1)).flatten()
-        mask_BK_G_W = self._mask(position_B, window)
+        masks = [self._mask(position_B[block.start : block.end], block.window) for block in blocks]
         angles = self._angles[position_B].unsqueeze(1)
-        scale = shape.head_dim**-0.5
         hidden_B_E = F.embedding(torch.from_numpy(tokens_B).to(device), self._embedding_V_E)
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
             keys.view(-1, shape.head_dim).index_copy_(0, place_BK, k_B_K_D.reshape(heads, shape.head_dim))
             values.view(-1, shape.head_dim).index_copy_(0, place_BK, v_B_K_D.reshape(heads, shape.head_dim))
-            keys_BK_W_D = keys.flatten(0, 1)[:heads, :window]
-            values_BK_W_D = values.flatten(0, 1)[:heads, :window]
             q_BK_G_D = q_B_H_D.reshape(heads, -1, shape.head_dim)
-            scores_BK_G_W = torch.baddbmm(mask_BK_G_W, q_BK_G_D, keys_BK_W_D.transpose(1, 2), alpha=scale)
-            weights_BK_G_W = scores_BK_G_W.softmax(-1, dtype=torch.float32).to(shape.dtype)
-            hidden_B_E = self._finish_layer(layer, hidden_B_E, torch.bmm(weights_BK_G_W, values_BK_W_D))
+            attended = [
+                self._attend(block, mask_BK_G_W, q_BK_G_D, keys.flatten(0, 1), values.flatten(0, 1))
+                for block, mask_BK_G_W in zip(blocks, masks, strict=True)
+            ]
+            hidden_B_E = self._finish_layer(layer, hidden_B_E, torch.cat(attended) if len(blocks) > 1 else attended[0])
         return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
+
+    def _blocks(self, positions_B: NDArray[np.int64]) -> list[Block]:
+        """Return the blocks of rows that attend together. More blocks are more kernels, which do not pay on a GPU."""
+        window = self._reserve_window(positions_B)
+        return split(positions_B + 1, window) if self.attends_in_blocks else [Block(0, len(positions_B), window)]
+
+    def _attend(
+        self, block: Block, mask_BK_G_W: Tensor, q_BK_G_D: Tensor, keys_BK_T_D: Tensor, values_BK_T_D: Tensor
+    ) -> Tensor:
+        shape = self._shape
+        rows = slice(block.start * shape.kv_heads, block.end * shape.kv_heads)
+        keys_BK_D_W = keys_BK_T_D[rows, : block.window].transpose(1, 2)
+        scores_BK_G_W = torch.baddbmm(mask_BK_G_W, q_BK_G_D[rows], keys_BK_D_W, alpha=shape.head_dim**-0.5)
+        weights_BK_G_W = scores_BK_G_W.softmax(-1, dtype=torch.float32).to(shape.dtype)
+        return torch.bmm(weights_BK_G_W, values_BK_T_D[rows, : block.window])
 
     def _mask(self, position_B: Tensor, window: int) -> Tensor:
         """Return the additive mask: 0 up to a row's position, -inf beyond, repeated for its heads."""
