@@ -44,6 +44,8 @@ SHAPES: dict[str, dict[str, int]] = {
              "num_attention_heads": 14, "num_key_value_heads": 2},
     "1.5B": {"vocab_size": 151_936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
              "num_attention_heads": 12, "num_key_value_heads": 2},
+    "3B": {"vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+           "num_attention_heads": 16, "num_key_value_heads": 2},
 }  # fmt: skip
 
 _GROUPS = {"shape": "135M", "groups": 16, "attempts": 8, "prompt": 256, "answer": (192, 320)}

@@ -135,8 +135,8 @@ class PackedForward:
         layers = getattr(self._decoder, "layers", None)
         if self._compile_pending and isinstance(layers, nn.ModuleList):
             for layer in layers:
-                if is_sharded(layer):  # its hooks gather the weights and cannot be compiled
-                    layer.forward = torch.compile(layer.forward, dynamic=True)
+                if is_sharded(layer):
+                    _compile_sharded(layer)
                 else:
                     layer.compile(dynamic=True)
         self._compile_pending = False
@@ -154,6 +154,16 @@ class PackedForward:
             for layer in layers or ():
                 layer._compiled_call_impl = None
             self._options = replace(self._options, compiled=False)
+
+
+def _compile_sharded(layer: nn.Module) -> None:
+    """Compile a layer without the hooks of FSDP2, which gather its weights and cannot be compiled.
+
+    In modules that carry FSDP2's mark, torch.compile treats integers such as the head size as dynamic and splits the
+    layer into many graphs. The mark is for compiling with the hooks, and nothing else reads it."""
+    for module in layer.modules():
+        module._is_fsdp_managed_module = False  # type: ignore[assignment]
+    layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
