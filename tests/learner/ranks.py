@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks, each a process of its own with one thread.
+"""Run a function on several ranks, each a process of its own with one thread: on the CPU over gloo, or each on a GPU of
+its own over NCCL.
 
 The processes are kept for the next call, because starting one takes seconds of imports. Each call has its own default
 process group, so the function may use collectives and device meshes; the ranks meet in a file of a temporary directory.
@@ -20,7 +21,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from outpace.runtime.die_with_parent import die_with_parent
 
@@ -38,6 +39,8 @@ class Call(NamedTuple):
     size: int
     rendezvous: Path
     timeout_s: float
+    device: str
+    may_die: bool
 
 
 class RankProcess:
@@ -59,22 +62,32 @@ class RankProcess:
 _processes: list[RankProcess] = []
 
 
-def run_ranks(function: Callable[[int], Result], size: int, timeout_s: float = TIMEOUT_S) -> list[Result]:
+def run_ranks(
+    function: Callable[[int], Result],
+    size: int,
+    timeout_s: float = TIMEOUT_S,
+    device: Literal["cpu", "cuda"] = "cpu",
+    may_die: bool = False,
+) -> list[Result]:
     """Call `function(rank)` on each of `size` ranks and return their results in order.
 
     `function` is a top-level function of a module, or a `functools.partial` of one; its result is pickled. An exception
-    of a rank is raised here with the traceback of the rank as a note."""
+    of a rank is raised here with the traceback of the rank as a note. With `may_die` the result of a rank whose process
+    has ended is None."""
     _processes.extend(RankProcess() for _ in range(size - len(_processes)))
     chosen = _processes[:size]
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         try:
             for rank, each in enumerate(chosen):
-                call = Call(function, rank, size, Path(directory) / "rendezvous", timeout_s)
+                call = Call(function, rank, size, Path(directory) / "rendezvous", timeout_s, device, may_die)
                 each.connection.send_bytes(pickle.dumps(call))
-            return _collect(chosen, timeout_s)
+            results = _collect(chosen, timeout_s, may_die)
         except BaseException:
             stop_ranks()
             raise
+    if may_die:
+        stop_ranks()
+    return results
 
 
 def stop_ranks() -> None:
@@ -86,7 +99,7 @@ def stop_ranks() -> None:
 atexit.register(stop_ranks)
 
 
-def _collect(processes: list[RankProcess], timeout_s: float) -> list[Any]:
+def _collect(processes: list[RankProcess], timeout_s: float, may_die: bool) -> list[Any]:
     results: dict[int, Any] = {}
     ranks: dict[Any, int] = {each.connection: rank for rank, each in enumerate(processes)}
     until = time.monotonic() + timeout_s
@@ -100,6 +113,9 @@ def _collect(processes: list[RankProcess], timeout_s: float) -> list[Any]:
             try:
                 succeeded, value = pickle.loads(processes[rank].connection.recv_bytes())
             except EOFError:
+                if may_die:
+                    results[rank] = None
+                    continue
                 processes[rank].process.join(timeout_s)
                 code = processes[rank].process.exitcode
                 raise RuntimeError(f"rank {rank} of {len(processes)} died with exit code {code}") from None
@@ -125,16 +141,22 @@ def _serve(parent: Connection[Any, Any]) -> None:
 
 
 def _run(call: Call) -> Any:
+    import torch
     from torch import distributed
 
+    on_gpu = call.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(call.rank)
     distributed.init_process_group(
-        "gloo",
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{call.rendezvous}",
         rank=call.rank,
         world_size=call.size,
-        timeout=timedelta(seconds=call.timeout_s),
+        timeout=timedelta(seconds=call.timeout_s / 2),  # the ranks give up before the test does
     )
     result = call.function(call.rank)
+    if call.may_die:
+        return result
     distributed.barrier()  # no rank leaves before all have finished
     distributed.destroy_process_group()
     return result

@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learner.ranks import run_ranks, stop_ranks
+from learner.ranks import stop_ranks
 from learner.small import make_llama, make_records
+from learner.worlds import GPUS, ON_GPUS, World, needs_gpu, needs_peft
 from outpace.checkpoint.journal import JournalWriter, read_record
 from outpace.errors import CorruptData
 from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import LearnerHost
-from outpace.learner.ranks import Ranks, RankSettings
 from outpace.learner.torch_backend import TorchBackend
 from outpace.models.slices import local_part
 from outpace.types import JournalLocation, Manifest
@@ -35,8 +35,20 @@ pytestmark = pytest.mark.slow
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "reference and critic": {"kl.coefficient": 0.1, "kl.sync_every": 1, "advantage.name": "gae"},
+    "offload": {"learner.offload": True, "kl.coefficient": 0.1},
     "lora": {"lora.rank": 4, "lora.targets": ["q_proj", "o_proj"]},
+    "offloaded lora": {"lora.rank": 4, "lora.targets": ["q_proj", "o_proj"], "learner.offload": True},
 }
+ON_GPUS_ONLY = ("offload", "offloaded lora")
+"""Cases that are like another one on the CPU."""
+
+
+def every_case(on_cpu: Any, on_gpus: Any) -> list[Any]:
+    """Return parameters: each case with `on_cpu`, and with `on_gpus`."""
+    peft = {case: (needs_peft,) if "lora" in case else () for case in SETTINGS}
+    cpu = [pytest.param(case, on_cpu, marks=marks) for case, marks in peft.items() if case not in ON_GPUS_ONLY]
+    gpus = [pytest.param(case, on_gpus, marks=(*needs_gpu, *marks)) for case, marks in peft.items()]
+    return cpu + gpus
 
 
 @dataclass
@@ -48,16 +60,17 @@ class Scene:
     places: list[JournalLocation]
     snapshots: Path | None = None
 
-    def host(self, size: int, rank: int, seed: int = 0) -> LearnerHost[TorchBackend]:
-        dotted = {"learner.lr": 1e-2, "model.path": str(self.home / f"model{seed}"), **self.settings}
+    def host(self, world: World, rank: int, seed: int = 0) -> LearnerHost[TorchBackend]:
+        dotted = {"learner.lr": 1e-2, "learner.compile": False, "model.path": str(self.home / f"model{seed}")}
         return LearnerHost(
             LearnerSettings(
-                config=resolved(dotted | {"learner.devices": size}),
+                config=resolved(dotted | self.settings | {"learner.devices": world.size}),
                 read_group=partial(read_record, self.home / "journal"),
                 snapshots=self.snapshots or self.home / "weights",
                 incarnation="run",
                 threads=1,
-                ranks=Ranks(RankSettings(rank, size, "", 60.0), "cpu") if size > 1 else None,
+                device=world.device,
+                ranks=world.join(rank),
             ),
             TorchBackend,
         )
@@ -74,7 +87,7 @@ class Seen:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu().clone()
 
 
 async def see(host: LearnerHost[TorchBackend]) -> Seen:
@@ -99,33 +112,29 @@ async def step(host: LearnerHost[TorchBackend], scene: Scene) -> None:
     await host.step(version)
 
 
-def train_and_save(scenes: list[Scene], size: int, target: str, rank: int) -> list[Seen]:
-    async def work(scene: Scene) -> Seen:
-        host = scene.host(size, rank)
+def train_and_save(scene: Scene, target: str, world: World, rank: int) -> Seen:
+    async def work() -> Seen:
+        host = scene.host(world, rank)
         for _ in range(2):
             await step(host, scene)
         assert await host.save(str(scene.home / target), 2)
         return await see(host)
 
-    return [asyncio.run(work(scene)) for scene in scenes]
+    return asyncio.run(work())
 
 
-def load_and_save(scenes: list[Scene], size: int, source: str, target: str, rank: int) -> list[tuple[Seen, Seen]]:
+def load_and_save(scene: Scene, source: str, target: str, world: World, rank: int) -> tuple[Seen, Seen]:
     """Return what was loaded, and the state after one more step."""
 
-    async def work(scene: Scene) -> tuple[Seen, Seen]:
-        host = scene.host(size, rank, seed=1)
+    async def work() -> tuple[Seen, Seen]:
+        host = scene.host(world, rank, seed=1)
         assert await host.load(str(scene.home / source)) == 2
         loaded = await see(host)
         assert await host.save(str(scene.home / target), 2)
         await step(host, scene)
         return loaded, await see(host)
 
-    return [asyncio.run(work(scene)) for scene in scenes]
-
-
-def run(function: Any, size: int) -> list[Any]:
-    return run_ranks(function, size) if size > 1 else [function(0)]
+    return asyncio.run(work())
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
@@ -140,54 +149,57 @@ def make_scene(tmp_path: Path) -> Callable[[str], Scene]:
         home = tmp_path / case
         for seed in range(2):
             # The base model of adapters must not change.
-            make_llama(0 if case == "lora" else seed).save_pretrained(home / f"model{seed}")
+            make_llama(0 if "lora" in case else seed).save_pretrained(home / f"model{seed}")
         writer = JournalWriter(home / "journal", "worker")
         places = [writer.append(kept_of(record.group), record) for record in make_records()]
         writer.close()
-        for name in ("four", "two", "one", "again"):
-            (home / name).mkdir()
+        for number in range(4):
+            (home / str(number)).mkdir()
         return Scene(home, SETTINGS[case], places)
 
     return make
 
 
-def test_a_state_saved_by_four_ranks_resumes_with_two_with_one_and_with_four_again(
-    make_scene: Callable[[str], Scene],
+@pytest.mark.parametrize(
+    ("case", "worlds"),
+    every_case([World(4), World(2), World(1, sharded=False), World(4)], [GPUS, GPUS.alone, GPUS]),
+)
+def test_a_saved_state_resumes_with_other_numbers_of_ranks(
+    make_scene: Callable[[str], Scene], case: str, worlds: list[World]
 ) -> None:
-    scenes = [make_scene(case) for case in SETTINGS]
-    saved = run(partial(train_and_save, scenes, 4, "four"), 4)[0]
-    after: list[list[Seen]] = [[] for _ in scenes]
-    for source, size, target in [("four", 2, "two"), ("two", 1, "one"), ("one", 4, "again")]:
-        for results in run(partial(load_and_save, scenes, size, source, target), size):
-            for number, (loaded, stepped) in enumerate(results):
-                assert loaded.counters == saved[number].counters
-                assert_same(loaded.weights, saved[number].weights)
-                assert_same(loaded.optimizer, saved[number].optimizer)
-                after[number].append(stepped)
-    for first, *others in after:
-        for stepped in others:
-            assert stepped.counters == first.counters
-            assert_same(stepped.weights, first.weights, tolerance=1e-5)
-    for scene in scenes:
-        for file in (scene.home / "four").glob("*.safetensors"):
-            for name in ("two", "one", "again"):
-                assert_same(load_file(scene.home / name / file.name), load_file(file))
+    scene = make_scene(case)
+    saved = worlds[0].run(partial(train_and_save, scene, "0"))[0]
+    after: list[Seen] = []
+    for number, world in enumerate(worlds[1:], start=1):
+        for loaded, stepped in world.run(partial(load_and_save, scene, str(number - 1), str(number))):
+            assert loaded.counters == saved.counters
+            assert_same(loaded.weights, saved.weights)
+            assert_same(loaded.optimizer, saved.optimizer)
+            after.append(stepped)
+    for stepped in after[1:]:
+        assert stepped.counters == after[0].counters
+        # Sums on a GPU have no fixed order.
+        assert_same(stepped.weights, after[0].weights, tolerance=1e-5 if worlds[0].device == "cpu" else 1e-3)
+    for file in (scene.home / "0").glob("*.safetensors"):
+        for number in range(1, len(worlds)):
+            assert_same(load_file(scene.home / str(number) / file.name), load_file(file))
 
 
-def test_ranks_publish_one_snapshot_of_the_whole_policy(make_scene: Callable[[str], Scene]) -> None:
-    scenes = [make_scene(case) for case in ("plain", "lora")]
-    first, *others = run(partial(publish_twice, scenes, 2), 2)
-    for number in range(len(scenes)):
-        assert [manifest.version for manifest in first[number]] == [0, 1]
-        assert all(manifest.tensors for manifest in first[number])
-        assert not any(manifest.tensors for other in others for manifest in other[number])
+@pytest.mark.parametrize(("case", "world"), every_case(World(2), GPUS))
+def test_ranks_publish_one_snapshot_of_the_whole_policy(
+    make_scene: Callable[[str], Scene], case: str, world: World
+) -> None:
+    first, *others = world.run(partial(publish_twice, make_scene(case)))
+    assert [manifest.version for manifest in first] == [0, 1]
+    assert all(manifest.tensors for manifest in first)
+    assert not any(manifest.tensors for other in others for manifest in other)
 
 
-def publish_twice(scenes: list[Scene], size: int, rank: int) -> list[list[Manifest]]:
+def publish_twice(scene: Scene, world: World, rank: int) -> list[Manifest]:
     """Return the manifests of two versions. Their snapshots are compared with the weights here."""
 
-    async def work(scene: Scene) -> list[Manifest]:
-        host, found = scene.host(size, rank), []
+    async def work() -> list[Manifest]:
+        host, found = scene.host(world, rank), []
         for _ in range(2):
             expected = {name: whole(tensor) for name, tensor in host.backend.weights().items()}
             manifest = await host.publish([])
@@ -198,33 +210,34 @@ def publish_twice(scenes: list[Scene], size: int, rank: int) -> list[list[Manife
             await step(host, scene)
         return found
 
-    return [asyncio.run(work(scene)) for scene in scenes]
+    return asyncio.run(work())
 
 
-def read_with_other_model(scene: Scene, size: int, rank: int) -> str:
+def read_with_other_model(scene: Scene, world: World, rank: int) -> str:
     async def work() -> str:
-        host = scene.host(size, rank)
+        host = scene.host(world, rank)
         with pytest.raises(CorruptData) as raised:
-            await host.load(str(scene.home / "four"))
+            await host.load(str(scene.home / "0"))
         return str(raised.value)
 
     return asyncio.run(work())
 
 
-def test_ranks_refuse_a_state_of_another_model(make_scene: Callable[[str], Scene]) -> None:
+@pytest.mark.parametrize("world", [World(2), ON_GPUS])
+def test_ranks_refuse_a_state_of_another_model(make_scene: Callable[[str], Scene], world: World) -> None:
     scene = make_scene("plain")
-    train_and_save([scene], 1, "four", 0)
+    train_and_save(scene, "0", World(1, sharded=False), 0)
     make_llama(0, hidden_size=16, head_dim=4).save_pretrained(scene.home / "model0")
-    for message in run(partial(read_with_other_model, scene, 2), 2):
+    for message in world.run(partial(read_with_other_model, scene)):
         assert "model.path" in message
 
 
-def growth_of_publishing(scene: Scene, size: int, rank: int) -> tuple[int, int, int]:
+def growth_of_publishing(scene: Scene, world: World, rank: int) -> tuple[int, int, int]:
     """Return how many bytes of memory this process has after a second snapshot that it did not have before, the bytes
     of its shard, and those of a snapshot."""
 
     async def work() -> tuple[int, int, int]:
-        host = scene.host(size, rank)
+        host = scene.host(world, rank)
         await host.publish([])
         reset_peak()
         before = resident("VmRSS")
@@ -256,7 +269,7 @@ def test_no_rank_holds_more_than_its_shard_and_a_snapshot_while_it_publishes(
     stop_ranks()  # the memory of new processes is measured
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         scene.snapshots = Path(directory)
-        first, *others = run(partial(growth_of_publishing, scene, 4), 4)
+        first, *others = World(4).run(partial(growth_of_publishing, scene))
     slack = 0.05 * first[2]
     for growth, shard, _ in others:
         assert shard < 0.26 * first[2]

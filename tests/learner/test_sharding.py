@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,32 +15,48 @@ from torch import Tensor
 from learner.presets import AGGREGATIONS, STREAMED, WHOLE_BATCH
 from learner.ranks import run_ranks
 from learner.small import make_llama, make_records
+from learner.worlds import GPUS, ON_GPUS, World, needs_gpu, needs_peft, needs_two_gpus
+from outpace.errors import CollectiveFailed
 from outpace.learner.batch_learner import BatchLearner
 from outpace.learner.core import LearnerCore, sequence_logprobs
-from outpace.learner.ranks import Ranks, RankSettings
-from outpace.types import GroupRecord
-from support import needs_bfloat16, resolved
+from outpace.types import GroupRecord, StepReport
+from support import names, needs_bfloat16, resolved
 
 pytestmark = pytest.mark.slow
 
 LORA = {"lora.rank": 4, "lora.targets": ["q_proj", "v_proj"]}
-TWO_UPDATES = {"algorithm.minibatches": 2, "policy_loss.name": "ppo"}
 UNTIED = "untied"
+FULL = "full"
+ADAPTERS = "adapters"
+COMPILED = "compiled"
+OFFLOADED = "offloaded"
 
-CASES: dict[str, dict[str, Any]] = {
-    **STREAMED,
-    **WHOLE_BATCH,
-    **{name: {"policy_loss.aggregation": name} for name in AGGREGATIONS},
-    "lora": LORA,
-    "lora_kl": LORA | {"kl.coefficient": 0.1},
-    "shared_critic": {"advantage.name": "gae", "critic.shared": True},
-    "updated_reference": {"kl.coefficient": 0.1, "kl.sync_every": 2},
-    "two_updates": TWO_UPDATES,
-    "checkpointing": {"learner.gradient_checkpointing": True},
-    "gathered": {"learner.reshard": False},
-    "small_passes": {"learner.tokens_per_pass": 40},
-    UNTIED: {},
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    FULL: {
+        **STREAMED,
+        **WHOLE_BATCH,
+        **{name: {"policy_loss.aggregation": name} for name in AGGREGATIONS},
+        "shared_critic": {"advantage.name": "gae", "critic.shared": True},
+        "updated_reference": {"kl.coefficient": 0.1, "kl.sync_every": 2},
+        "two_updates": {"algorithm.minibatches": 2, "policy_loss.name": "ppo"},
+        "checkpointing": {"learner.gradient_checkpointing": True},
+        "gathered": {"learner.reshard": False},
+        "small_passes": {"learner.tokens_per_pass": 40},
+        UNTIED: {},
+    },
+    ADAPTERS: {
+        "lora": LORA,
+        "lora_kl": LORA | {"kl.coefficient": 0.1},
+        "lora_offload": LORA | {"kl.coefficient": 0.1, "learner.offload": True},
+    },
+    COMPILED: {"compiled": {"learner.compile": True}},
+    OFFLOADED: {
+        "default": {"learner.offload": True},
+        "reference_and_critic": {"kl.coefficient": 0.1, "kl.sync_every": 2, "advantage.name": "gae"}
+        | {"learner.offload": True},
+    },
 }
+"""Settings by case, in groups."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 TOLERANCES = {"float64": 1e-6, "float32": 1e-4}
@@ -60,7 +77,7 @@ class Compared:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def all_values(tensors: dict[str, Tensor]) -> Tensor:
@@ -70,11 +87,12 @@ def all_values(tensors: dict[str, Tensor]) -> Tensor:
 class Trained:
     """A learner after some steps, with the gradient of its first update."""
 
-    def __init__(self, case: str, dtype: torch.dtype, ranks: Ranks | None) -> None:
-        config = resolved({"learner.lr": 1e-2, **CASES[case]})
-        self.core = LearnerCore(make_llama(tie_word_embeddings=case != UNTIED), config, dtype, ranks)
+    def __init__(self, world: World, rank: int, settings: dict[str, Any], dtype: torch.dtype, tied: bool) -> None:
+        config = resolved({"learner.lr": 1e-2, "learner.compile": False, **settings})
+        model = world.place(make_llama(tie_word_embeddings=tied))
+        self.core = LearnerCore(model, config, dtype, world.join(rank))
         self.gradients: list[Tensor] = []
-        self.reports = []
+        self.reports: list[StepReport] = []
         batch = None if config.learner.stream else BatchLearner(self.core, config)
         update = self.core.update
 
@@ -114,16 +132,13 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def join(rank: int, size: int) -> Ranks:
-    return Ranks(RankSettings(rank, size, "", 60.0), "cpu")
-
-
-def compare_on_rank(size: int, dtype: str, rank: int) -> dict[str, Compared]:
-    ranks = join(rank, size)
+def compare_on_rank(group: str, dtype: str, world: World, rank: int) -> dict[str, Compared]:
     found = {}
     sequences = [row.tokens for record in make_records() for row in record.rows]
-    for name in CASES:
-        sharded, plain = (Trained(name, DTYPES[dtype], each) for each in (ranks, None))
+    for name, settings in CASES[group].items():
+        sharded, plain = (
+            Trained(each, rank, settings, DTYPES[dtype], tied=name != UNTIED) for each in (world, world.alone)
+        )
         scores = [np.concatenate(sequence_logprobs(each.core, sequences, 0.7)) for each in (sharded, plain)]
         found[name] = Compared(
             difference(sharded.gradients[0], plain.gradients[0]),
@@ -135,19 +150,31 @@ def compare_on_rank(size: int, dtype: str, rank: int) -> dict[str, Compared]:
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype"),
+    ("world", "dtype"),
     [
-        (2, "float64"),
+        (World(2), "float64"),
         *(
-            pytest.param(size, dtype, marks=pytest.mark.nightly)
+            pytest.param(World(size), dtype, marks=pytest.mark.nightly)
             for size, dtype in ((1, "float64"), (4, "float64"), (1, "float32"), (2, "float32"), (4, "float32"))
         ),
+        *(pytest.param(GPUS, dtype, marks=needs_gpu) for dtype in DTYPES),
     ],
 )
-def test_a_sharded_learner_trains_like_one_process(size: int, dtype: str) -> None:
-    """All cases in one test, because each rank is a process that takes seconds to start."""
-    for result in run_ranks(partial(compare_on_rank, size, dtype), size):
-        assert result.keys() == CASES.keys()
+@pytest.mark.parametrize("group", [FULL, pytest.param(ADAPTERS, marks=needs_peft)])
+def test_a_sharded_learner_trains_like_one_process(group: str, world: World, dtype: str) -> None:
+    """All cases of a group in one test, because each rank is a process that takes seconds to start."""
+    assert_same_training(group, world, dtype)
+
+
+@pytest.mark.parametrize("world", [ON_GPUS])
+@pytest.mark.parametrize("group", [COMPILED, OFFLOADED])
+def test_a_sharded_learner_with_settings_for_gpus_trains_like_one_process(group: str, world: World) -> None:
+    assert_same_training(group, world, "float32")
+
+
+def assert_same_training(group: str, world: World, dtype: str) -> None:
+    for result in world.run(partial(compare_on_rank, group, dtype)):
+        assert result.keys() == CASES[group].keys()
         for name, found in result.items():
             assert found.gradient <= TOLERANCES[dtype], name
             assert found.weights <= 1e-3, name
@@ -155,30 +182,56 @@ def test_a_sharded_learner_trains_like_one_process(size: int, dtype: str) -> Non
             assert found.scores <= AFTER_STEPS[dtype], name
 
 
-def bfloat16_errors(size: int, rank: int) -> tuple[float, float]:
+def bfloat16_errors(world: World, rank: int) -> tuple[float, float]:
     """Return the errors of the gradient in bfloat16, sharded and not."""
-    ranks = join(rank, size)
-    exact = Trained("default", torch.float64, None).gradients[0]
-    sharded, plain = (Trained("default", torch.bfloat16, each).gradients[0] for each in (ranks, None))
+
+    def gradient(where: World, dtype: torch.dtype) -> Tensor:
+        return Trained(where, rank, {}, dtype, tied=True).gradients[0]
+
+    exact = gradient(world.alone, torch.float64)
+    sharded, plain = (gradient(each, torch.bfloat16) for each in (world, world.alone))
     return difference(sharded, exact), difference(plain, exact)
 
 
-@needs_bfloat16
-def test_a_sharded_learner_is_as_exact_in_bfloat16_as_one_process() -> None:
-    for sharded, plain in run_ranks(partial(bfloat16_errors, 2), 2):
+@pytest.mark.parametrize("world", [pytest.param(World(2), marks=needs_bfloat16), ON_GPUS])
+def test_a_sharded_learner_is_as_exact_in_bfloat16_as_one_process(world: World) -> None:
+    for sharded, plain in world.run(bfloat16_errors):
         assert sharded < 1.2 * plain
 
 
-def entries_of_order(size: int, rank: int) -> list[int]:
+def entries_of_order(world: World, rank: int) -> list[int]:
     """Return how many layers FSDP2 remembers after each of three scoring passes."""
-    core = LearnerCore(make_llama(), resolved({"learner.lr": 1e-2}), ranks=join(rank, size))
+    settings = {"learner.lr": 1e-2, "learner.compile": False}
+    core = LearnerCore(make_llama(), resolved(settings), ranks=world.join(rank))
     rows, found = [row for record in make_records() for row in record.rows], []
     for _ in range(3):
         core.score(rows)
-        state = core.model.get_decoder().layers[0]._get_fsdp_state()  # type: ignore[union-attr, index, operator]
+        state = core.model.get_decoder().layers[0]._get_fsdp_state()  # type: ignore[no-untyped-call]
         found.append(len(state._comm_ctx.post_forward_order))
     return found
 
 
-def test_passes_without_a_backward_pass_leave_nothing_behind() -> None:
-    assert run_ranks(partial(entries_of_order, 2), 2) == [[0, 0, 0]] * 2
+@pytest.mark.parametrize("world", [World(2), ON_GPUS])
+def test_passes_without_a_backward_pass_leave_nothing_behind(world: World) -> None:
+    assert world.run(entries_of_order) == [[0, 0, 0]] * world.size
+
+
+def end_in_a_pass(world: World, rank: int) -> str:
+    """End the process of rank 1 in the second layer; return the error of the others."""
+    ranks = world.join(rank)
+    assert ranks is not None
+    core = LearnerCore(make_llama(), resolved({"learner.compile": False}), ranks=ranks)
+    if rank == 1:
+        core.model.get_decoder().layers[1].register_forward_pre_hook(lambda *_: os._exit(7))  # type: ignore[no-untyped-call]
+    rows = [row for record in make_records() for row in record.rows]
+    with pytest.raises(CollectiveFailed) as raised, ranks.errors():
+        core.accumulate(rows)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("world", [World(2), pytest.param(World(2, "cuda"), marks=needs_two_gpus)])
+def test_ranks_do_not_wait_for_one_that_dies_in_the_middle_of_a_pass(world: World) -> None:
+    error, ended = run_ranks(partial(end_in_a_pass, world), world.size, 60.0, world.device, may_die=True)
+    assert ended is None
+    if world.device == "cpu" or error is not None:  # torch also ends a process whose NCCL call is late
+        assert names(error, "learner.collective_timeout_s")
