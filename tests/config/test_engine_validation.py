@@ -58,6 +58,10 @@ URLS = {"engine.kind": "vllm", "engine.urls": [HERE, THERE]}
         ({"engine.kind": "vllm", "lora.rank": 4, "weights.transport": "memory"}, "weights.transport", 'vllm "memory"'),
         ({"engine.kind": "vllm", "lora.rank": 4, "weights.delta": True}, "weights.delta", "lora.rank 0"),
         ({"engine.kind": "sglang", "weights.transport": "collective"}, "weights.transport", 'sglang "collective"'),
+        *(
+            ({"engine.kind": "vllm", "weights.transport": "ipc", key: value}, "weights.transport", f'"memory" {key}')
+            for key, value in (("learner.devices", 2), ("learner.offload", True))
+        ),
         ({"lora.alpha": 4.0}, "lora.alpha", "lora.rank 0"),
         ({"lora.targets": ["q_proj"]}, "lora.targets", "lora.rank 0"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "module"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from outpace.errors import BadInput
 from outpace.hardware.memory import (
@@ -83,6 +84,35 @@ def test_gradient_checkpointing_and_adapters_reduce_learner_memory() -> None:
     assert learner_memory(resolved(LARGE | {"learner.gradient_checkpointing": True}), SMOLLM2).most < plain.most / 5
     assert learner_memory(resolved(LARGE | {"lora.rank": 8}), SMOLLM2).fixed < plain.fixed / 3
     assert learner_memory(resolved(LARGE | {"kl.coefficient": 0.1}), SMOLLM2).fixed > plain.fixed
+
+
+def test_frozen_weights_take_two_bytes_if_model_and_checkpoint_are_in_bfloat16() -> None:
+    def fixed(dtype: str, stored: str, devices: int = 1) -> int:
+        settings = {"model.dtype": dtype, "engine.kind": "vllm", "lora.rank": 16, "learner.devices": devices}
+        return learner_memory(resolved(settings), replace(QWEN_7B, stored=stored), on_gpu=True).fixed
+
+    halves, floats = fixed("bfloat16", "bfloat16"), fixed("bfloat16", "float32")
+    assert floats > 4 * OF_7B
+    assert halves < 2.4 * OF_7B
+    assert fixed("float32", "bfloat16") > 4 * OF_7B
+    assert fixed("bfloat16", "bfloat16", devices=4) < fixed("bfloat16", "float32", devices=4) - OF_7B // 3
+
+
+def test_the_dtype_of_the_files_is_read(tmp_path: Path) -> None:
+    starter = resolve_model("starter")
+    shutil.copy(starter / "config.json", tmp_path)
+    floats = {name: tensor.float() for name, tensor in load_file(starter / "model.safetensors").items()}
+    save_file(floats, tmp_path / "model.safetensors")
+    assert_stored(tmp_path, "float32")
+    halves = {name: tensor.bfloat16() for name, tensor in load_file(starter / "model.safetensors").items()}
+    save_file(halves, tmp_path / "model.safetensors")
+    assert_stored(tmp_path, "bfloat16")
+
+
+def assert_stored(directory: Path, dtype: str) -> None:
+    shape = ModelShape.read(directory)
+    assert shape is not None
+    assert shape.stored == dtype
 
 
 def test_a_run_that_surely_fits_causes_no_warning() -> None:
@@ -274,8 +304,6 @@ def test_passes_of_a_sharded_learner_use_the_memory_that_sharding_frees() -> Non
 
 
 def test_the_output_head_is_found_in_the_files_of_a_model(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     starter = resolve_model("starter")
     shape = ModelShape.read(starter)
     assert shape is not None

@@ -26,7 +26,7 @@ from outpace.learner.torch_backend import TorchBackend
 from outpace.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from outpace.types import LoraAdapter, Row
 from outpace.weights.shared_memory import read_snapshot
-from support import resolved
+from support import needs_bfloat16, resolved
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 MakeRows = Callable[..., list[Row]]
@@ -110,6 +110,32 @@ def test_adapter_gradients_equal_those_of_plain_peft_on_padded_rows(
     for name, parameter in core.parameters.items():
         torch.testing.assert_close(parameter.grad, expected[f"base_model.model.{name}"], rtol=1e-3, atol=1e-4)
     assert not any(p.grad is not None for name, p in core.model.named_parameters() if name not in core.parameters)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen_weights_in_bfloat16_train_bit_for_bit_like_the_same_values_in_float32(
+    make_llama: MakeLlama, make_rows: MakeRows, tied: bool
+) -> None:
+    def train(dtype: torch.dtype) -> LearnerCore:
+        model = make_llama(tie_word_embeddings=tied, attention_bias=True).bfloat16().to(dtype)
+        return trained(core_of(model, model__dtype="bfloat16", kl__coefficient=0.1), make_rows)
+
+    halves, floats = train(torch.bfloat16), train(torch.float32)
+    assert bits_of(halves.parameters) == bits_of(floats.parameters)
+    assert bits_of(as_bfloat16(halves.weights())) == bits_of(as_bfloat16(floats.weights()))
+    assert {p.dtype for p in halves.parameters.values()} == {torch.float32}
+    assert {p.grad.dtype for p in halves.parameters.values() if p.grad is not None} == {torch.float32}
+    matrices = sum(2 * p.numel() for name, p in halves.model.named_parameters() if "_proj.base_layer" in name)
+    assert frozen_bytes(floats) - frozen_bytes(halves) >= matrices
+
+
+def as_bfloat16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.bfloat16().float() for name, tensor in tensors.items()}
+
+
+def frozen_bytes(core: LearnerCore) -> int:
+    return sum(p.nbytes for p in core.model.parameters() if not p.requires_grad)
 
 
 def test_training_changes_the_adapters_and_nothing_else(make_llama: MakeLlama, make_rows: MakeRows) -> None:

@@ -30,9 +30,12 @@ from transformers import (
 )
 
 from learner.ranks import run_ranks, stop_ranks
+from learner.worlds import needs_peft
 from outpace.errors import BadInput
 from outpace.models.loading import decoder_layers, load_model
+from outpace.models.lora import LoraAdapters
 from outpace.models.sharded_loading import CheckpointMismatch, load_sharded_model
+from outpace.types import LoraAdapter
 
 SMALL: dict[str, Any] = {
     "vocab_size": 51,  # not divisible by the ranks
@@ -149,12 +152,43 @@ def test_a_model_loaded_in_shards_can_be_trained(tmp_path: Path) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-def peak_of_loading(small: str, large: str, rank: int) -> tuple[int, int, int]:
+ADAPTER = LoraAdapter(4, 8.0, ["q_proj", "down_proj"])
+
+
+def load_with_adapters(path: str, rank: int) -> dict[str, Tensor]:
+    """Return all tensors of a model with adapters, whole."""
+    torch.manual_seed(1)
+    model = load_sharded_model(path, shard=shard_layers, device="cpu", adapter=ADAPTER, frozen_dtype=torch.bfloat16)
+    assert (
+        LoraAdapters(model, ADAPTER).base_checksum
+        == LoraAdapters(load_model(path, device="cpu"), ADAPTER).base_checksum
+    )
+    return {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.slow
+@needs_peft
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_are_added_before_a_model_is_sharded(tmp_path: Path, tied: bool) -> None:
+    path = save(llama(tie_word_embeddings=tied, attention_bias=True).to(torch.bfloat16), tmp_path)
+    torch.manual_seed(1)
+    whole = load_model(path, device="cpu")
+    LoraAdapters(whole, ADAPTER)
+    kept = re.compile(r"_proj(\.base_layer)?\.weight" if tied else r"(_proj(\.base_layer)?|lm_head)\.weight")
+    for tensors in run_ranks(partial(load_with_adapters, path), RANKS):
+        assert tensors.keys() == whole.state_dict().keys()
+        for name, expected in whole.state_dict().items():
+            assert torch.equal(tensors[name].float(), expected), name
+            assert tensors[name].dtype == (torch.bfloat16 if kept.search(name) else torch.float32), name
+
+
+def peak_of_loading(small: str, large: str, adapter: LoraAdapter | None, rank: int) -> tuple[int, int, int]:
     """Return the bytes that loading added to the peak of this process, those of its shard, and those that remain."""
-    load_sharded_model(small, shard=shard_layers, device="cpu")  # imports and caches
+    load = partial(load_sharded_model, shard=shard_layers, device="cpu", adapter=adapter, frozen_dtype=torch.bfloat16)
+    load(small)  # imports and caches
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    model = load_sharded_model(large, shard=shard_layers, device="cpu")
+    model = load(large)
     peak = _resident("VmHWM") - before
     return peak, sum(each.to_local().nbytes for each in model.parameters()), _resident("VmRSS") - before  # type: ignore[operator]
 
@@ -167,14 +201,16 @@ def _resident(name: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux, to reset the peak memory")
-def test_no_rank_holds_more_than_its_share_and_the_largest_piece(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [None, pytest.param(ADAPTER, marks=needs_peft)])
+def test_no_rank_holds_more_than_its_share_and_the_largest_piece(tmp_path: Path, adapter: LoraAdapter | None) -> None:
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 128}
     model = llama(vocab_size=30_000, tie_word_embeddings=True, **sizes).to(torch.bfloat16)
-    whole = 4 * model.num_parameters()
+    embeddings = model.get_input_embeddings().weight.numel()  # type: ignore[union-attr, operator]
+    whole = 4 * model.num_parameters() if adapter is None else 2 * (model.num_parameters() + embeddings)
     piece = model.get_input_embeddings().weight.nbytes // RANKS  # type: ignore[union-attr, operator]
     small, large = save(llama(), tmp_path / "small"), save(model, tmp_path / "large")
     stop_ranks()  # the memory of new processes is measured
-    for peak, share, remains in run_ranks(partial(peak_of_loading, small, large), RANKS):
+    for peak, share, remains in run_ranks(partial(peak_of_loading, small, large, adapter), RANKS):
         print(f"whole {whole / 1e6:.0f} MB, share {share / 1e6:.0f}, largest piece {piece / 1e6:.0f}, ", end="")
         print(f"peak {peak / 1e6:.0f}, remains {remains / 1e6:.0f}")
         assert share < 0.51 * whole

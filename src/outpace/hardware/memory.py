@@ -62,6 +62,7 @@ class ModelShape:
     vocabulary: int
     context: int
     vocabulary_matrices: int = 1  # 2 if the output head is not tied to the embeddings
+    stored: str = "bfloat16"  # dtype of the matrices in the files, "float32" for any other than bfloat16
 
     @property
     def outside_layers(self) -> int:
@@ -81,9 +82,10 @@ class ModelShape:
             config = config.get("text_config") or config
             heads = int(config["num_attention_heads"])
             experts = int(config.get("num_experts_per_tok") or 1)
-            tensors = {name: size for file in _weight_files(directory) for name, size in _tensor_sizes(file).items()}
+            tensors = {name: each for file in _weight_files(directory) for name, each in _tensors(file).items()}
+            halves = all(tensor["dtype"] == "BF16" for tensor in tensors.values() if len(tensor["shape"]) > 1)
             return cls(
-                parameters=sum(tensors.values()),
+                parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
                 layers=int(config["num_hidden_layers"]),
                 width=int(config["hidden_size"]),
                 heads=heads,
@@ -93,6 +95,7 @@ class ModelShape:
                 vocabulary=int(config["vocab_size"]),
                 context=int(config["max_position_embeddings"]),
                 vocabulary_matrices=1 + any(name.endswith("lm_head.weight") for name in tensors),
+                stored="bfloat16" if halves else "float32",
             )
         except (OSError, KeyError, TypeError, ValueError):
             return None
@@ -111,14 +114,14 @@ def _weight_files(directory: Path) -> set[Path]:
     return {whole} if whole.exists() else set(directory.glob("*.safetensors"))
 
 
-def _tensor_sizes(file: Path) -> dict[str, int]:
-    """Return the number of elements of each tensor in a safetensors file, from its header."""
+def _tensors(file: Path) -> dict[str, dict[str, Any]]:
+    """Return dtype and shape of each tensor in a safetensors file, from its header."""
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         if size > file.stat().st_size:
             raise ValueError(f"{file} is not a safetensors file")
         header = json.loads(opened.read(size))
-    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
     kept = shape.layers * 4 * shape.width + layer if learner.gradient_checkpointing else shape.layers * layer
     per_token = kept + 16 * shape.width
     logits = LOGITS_PER_SLICE["cuda"] * 8 if compiled else LOGITS_PER_SLICE["cpu"] * 16
-    casts = 2 * parameters if halves and config.lora.rank and not learner.sharded else 0
+    casts_all = halves and config.lora.rank and not learner.sharded and _frozen_size(config, shape) > 2
+    casts = 2 * parameters if casts_all else 0
     filled = tokens * per_token + logits + 4 * shape.vocabulary * shape.width + casts
     if learner.resolved_tokens_per_pass <= context:  # a pass holds at least one sequence
         return MemoryEstimate(fixed, filled, "engine.context", tokens, per_token)
@@ -193,10 +197,18 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
 
 
 def learner_state(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of weights, gradients, optimizer state and reference of the whole learner, all in float32."""
+    """Return the bytes of weights, gradients, optimizer state and reference of the whole learner. All are float32,
+    except frozen matrices that are in the dtype of the model in its files."""
     if config.lora.rank:
-        return 4 * shape.parameters + 16 * _adapter_parameters(config, shape)
+        embeddings = shape.vocabulary * shape.width
+        frozen = 4 * embeddings + _frozen_size(config, shape) * (shape.parameters - embeddings)
+        return frozen + 16 * _adapter_parameters(config, shape)
     return (20 if config.kl.coefficient > 0 else 16) * shape.parameters
+
+
+def _frozen_size(config: Config, shape: ModelShape) -> int:
+    """Return the bytes per parameter of a frozen matrix, with adapters."""
+    return BYTES[config.model.dtype] if shape.stored == config.model.dtype else 4
 
 
 def gathered_memory(config: Config, shape: ModelShape) -> int:
@@ -207,6 +219,9 @@ def gathered_memory(config: Config, shape: ModelShape) -> int:
     layers = min(2, shape.layers) if config.learner.reshard else shape.layers
     in_layers = layers * size * shape.layer + trained * (size + 4) * shape.layer
     outside = 4 * shape.outside_layers
+    if config.lora.rank:
+        head = (shape.vocabulary_matrices - 1) * shape.vocabulary * shape.width
+        outside -= (4 - _frozen_size(config, shape)) * head
     # Gradients of embeddings and head are summed when the layers and the weights outside them have been freed.
     return max(in_layers + outside, trained * 2 * outside)
 

@@ -8,7 +8,7 @@ rounding. With the same chunks in the same order and the same thread count it is
     (accumulate* ─▶ update)* ─▶ finish_step     several updates: the whole batch is collected first (`BatchLearner`)
 
 Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are those of the adapter,
-and the model's own stay frozen.
+and the model's own stay frozen: matrices that were loaded in the dtype of matrix products stay in it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from outpace.learner.packing import PackedBatch, input_length, pack
 from outpace.learner.ranks import Ranks
 from outpace.learner.reference import Reference, make_reference
 from outpace.learner.sharding import ShardedModel, idle_batch, probe_model, shard
-from outpace.models.lora import LoraAdapters
+from outpace.models.lora import LoraAdapters, frozen_matrices
 from outpace.models.slices import local_part
 from outpace.types import OBSERVED, ChunkReport, Floats, Ints, LoraAdapter, Row, StepReport, Version
 
@@ -81,9 +81,9 @@ class LearnerCore:
         reference: ShardedModel | None = None,
     ) -> None:
         """`config` must be resolved. `dtype` is that of matrix products and published weights, by default that of the
-        config. Parameters, gradients and optimizer state are always float32 (float64 is for tests). With `ranks`, every
-        rank makes the same calls with the same rows, and the model is sharded over them, here unless it already is. In
-        that case `reference` is a second one, if the algorithm needs it."""
+        config. Trained parameters, gradients and optimizer state are always float32 (float64 is for tests). With
+        `ranks`, every rank makes the same calls with the same rows, and the model is sharded over them, here unless it
+        already is. In that case `reference` is a second one, if the algorithm needs it."""
         self.config = config
         self.ranks = ranks
         root = model if isinstance(model, ShardedModel) else None
@@ -95,14 +95,14 @@ class LearnerCore:
         self.bad_steps = 0  # consecutive steps with a skipped update
         self.engine_kl = 0.0  # latest KL on tokens sampled by the version being trained
         self.adapters = LoraAdapters(model, config.lora.adapter) if config.lora.adapter else None
-        double = torch.float64 if self.dtype == torch.float64 else None
-        _prepare(model, config.learner.gradient_checkpointing, double)
+        _prepare(model, config.learner.gradient_checkpointing, self.dtype)
         has_critic = configured_advantage(config.advantage).registration.critic
         logprobs_only = ForwardOptions(config.rollout.temperature, self.dtype)
         reference_model = None if reference is None else reference.model
         if needs_reference_model(config) and root is None:
             reference_model = copy.deepcopy(model)
-        probe = None if ranks is None else probe_model(model)
+        mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
+        probe = probe_model(model) if ranks is not None or mixed else None
         if ranks is not None and root is None:
             root = shard(model, ranks, config.learner, self.dtype)
             if reference_model is not None:
@@ -385,9 +385,13 @@ def _make_critic(model: PreTrainedModel, config: CriticConfig, device: torch.dev
     return ValueHead(_width(model), config.shared).to(device=device, dtype=model.dtype)
 
 
-def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype | None) -> None:
-    """Set float32 parameters and disable dropout: the sampler has none, and importance weights compare with it."""
-    nn.Module.to(model, dtype or torch.float32)
+def _prepare(model: PreTrainedModel, gradient_checkpointing: bool, dtype: torch.dtype) -> None:
+    """Make parameters float32, except frozen matrices that are in the `dtype` of matrix products. Disable dropout: the
+    sampler has none, and importance weights compare with it."""
+    kept = {id(parameter) for parameter in frozen_matrices(model) if parameter.dtype == dtype}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point() and id(tensor) not in kept:
+            tensor.data = tensor.data.to(torch.float64 if dtype == torch.float64 else torch.float32)
     nn.Module.eval(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -290,11 +290,11 @@ def choose_forward(
     own_attention = model.config._attn_implementation
     try:
         _verify_packing(model)
+        return PackedForward(compute_model, options)
     except (PackingUnsupported, ValueError, TypeError) as error:  # raised by transformers for unsupported arguments
         logger.info("packing disabled for this model, rows are padded: %s", error)
         model.set_attn_implementation(own_attention)
         return PaddedForward(compute_model, options)
-    return PackedForward(compute_model, options)
 
 
 def matching_forward(

@@ -32,9 +32,9 @@ class TorchBackend(LearnerCore):
             torch.set_num_threads(settings.threads)
         set_up_device(settings.device, settings.gpu_memory)
         torch.manual_seed(config.run.seed)
-        sharded = None if model else _load_shards(settings)
-        if sharded is not None:
-            super().__init__(sharded.model, config, ranks=settings.ranks, reference=sharded.reference)
+        loaded = None if model else _load_in_place(settings)
+        if loaded is not None:
+            super().__init__(loaded.model, config, ranks=settings.ranks, reference=loaded.reference)
         elif settings.ranks is None:
             super().__init__(model or _load_whole(settings, settings.device), config)
         else:
@@ -86,32 +86,43 @@ def _load_whole(settings: LearnerSettings, device: str) -> PreTrainedModel:
     return load_model(config.path, dtype="float32", device=device, trust_remote_code=config.trust_remote_code)
 
 
-class _LoadedShards(NamedTuple):
-    model: ShardedModel
-    reference: ShardedModel | None
+class _Loaded(NamedTuple):
+    model: PreTrainedModel | ShardedModel
+    reference: ShardedModel | None = None
 
 
-def _load_shards(settings: LearnerSettings) -> _LoadedShards | None:
-    """Load this rank's part of the model, and of the reference if there is one. None: the whole model must be loaded,
-    because the learner is not sharded, or to add adapters, or because transformers has to convert the checkpoint."""
+def _load_in_place(settings: LearnerSettings) -> _Loaded | None:
+    """Read the model from its files into the memory that training uses: this rank's part, and frozen weights in their
+    own dtype. None: transformers loads the whole model in float32, because it is trained on one device or because
+    transformers has to convert the checkpoint."""
     config, ranks = settings.config, settings.ranks
-    if ranks is None or config.lora.rank > 0:
-        return None
     dtype: torch.dtype = getattr(torch, config.model.dtype)
+    if ranks is None and config.lora.adapter is None:
+        return None
 
-    def load() -> ShardedModel:
+    def load() -> PreTrainedModel | ShardedModel:
         roots: list[ShardedModel] = []
-        load_sharded_model(
+
+        def shard_if_wanted(model: PreTrainedModel) -> None:
+            if ranks is not None:
+                roots.append(shard(model, ranks, config.learner, dtype))
+
+        model = load_sharded_model(
             config.model.path,
-            shard=lambda model: roots.append(shard(model, ranks, config.learner, dtype)),
+            shard=shard_if_wanted,
             device=settings.device,
-            parameter_device="cpu" if config.learner.offload else None,
+            parameter_device="cpu" if ranks and config.learner.offload else None,
             trust_remote_code=config.model.trust_remote_code,
+            adapter=config.lora.adapter,
+            frozen_dtype=dtype,
         )
-        return roots[0]
+        return roots[0] if roots else model
 
     try:
-        return _LoadedShards(load(), load() if needs_reference_model(config) else None)
+        model = load()
+        reference = load() if needs_reference_model(config) else None
     except CheckpointMismatch as error:
-        log.warning("the learner processes load the whole model, one after the other: %s", error)
+        log.warning("the whole model is loaded in float32, by one learner process after the other: %s", error)
         return None
+    assert not isinstance(reference, PreTrainedModel), "only a sharded model needs a second one"
+    return _Loaded(model, reference)

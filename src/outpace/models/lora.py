@@ -2,6 +2,8 @@
 
 Invariants
 - The model object stays the same: its layers are wrapped in place, so references to its modules stay valid.
+- Adapters are float32. Frozen matrices may be in the dtype of the matrix products: see `frozen_matrices`.
+- The first values of adapters depend on torch's seed only, not on the device or on how the model is sharded.
 - Only adapters are trained. The base weights never change, not even while merging.
 - An adapter starts at zero: before the first step the model's output is that of the base model.
 - Importing this module does not import torch: planning and export read adapter files only.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,15 +113,19 @@ _WRAPPED: Final = ".base_layer."
 
 
 class LoraAdapters:
-    """The LoRA adapters of one model. The constructor injects them."""
+    """The LoRA adapters of one model. The constructor adds them, unless `add_adapters` already has, and initializes
+    them."""
 
     def __init__(self, model: PreTrainedModel, adapter: LoraAdapter) -> None:
         """`base_checksum` identifies the base model."""
         self.adapter = adapter
         self._model = model
-        _check_targets(model, adapter.targets)
-        self.base_checksum = _parameter_checksum(model)
-        self._layers = _inject(model, adapter)
+        if not _adapter_layers(model):
+            add_adapters(model, adapter)
+        self._layers = _adapter_layers(model)
+        own = {f"{layer}.{part}.{_NAME}.weight" for layer in self._layers for part in _PARTS}
+        self.base_checksum = _checksum([p for name, p in model.named_parameters() if name not in own])
+        self._initialize()
         self._merge_buffers: Tensors = {}  # reused: fresh memory costs more than the addition
 
     def tensors(self) -> Tensors:
@@ -181,23 +188,32 @@ class LoraAdapters:
         for layer in self._layers.values():
             layer.enable_adapters(enabled)
 
+    def _initialize(self) -> None:
+        """Draw the first values as peft does."""
+        import torch
+        from torch import nn
 
-def _parameter_checksum(model: PreTrainedModel) -> int:
-    """Return a checksum of the first values of every parameter: cheap, and enough to tell models apart."""
-    checksum = 0
-    for parameter in model.parameters():
-        values = parameter.detach().flatten()[:_CHECKSUM_VALUES].float().cpu().contiguous()
-        checksum = zlib.crc32(values.numpy().tobytes(), checksum)
-    return checksum
+        from outpace.models.slices import copy_own_rows
+
+        for layer in self._layers.values():
+            down, up = (getattr(layer, part)[_NAME] for part in _PARTS)
+            for linear in (down, up):
+                if linear.weight.is_meta:
+                    device = layer.get_base_layer().weight.device
+                    linear.weight = nn.Parameter(torch.empty(linear.weight.shape, device=device))
+            first = torch.empty(down.weight.shape)
+            nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+            copy_own_rows(down.weight, first)
+            nn.init.zeros_(up.weight)
 
 
-def _inject(model: PreTrainedModel, adapter: LoraAdapter) -> dict[str, Any]:
-    """Wrap the target layers in place; return them by name."""
+def add_adapters(model: PreTrainedModel, adapter: LoraAdapter) -> None:
+    """Wrap the target layers in place. The weights of adapters stay on the meta device, in float32."""
     check_peft()
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
+    _check_targets(model, adapter.targets)
     config = LoraConfig(
         r=adapter.rank,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]  # peft divides it by the rank; any number works
@@ -206,8 +222,32 @@ def _inject(model: PreTrainedModel, adapter: LoraAdapter) -> dict[str, Any]:
         bias="none",
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    inject_adapter_in_model(config, model, _NAME)
+    inject_adapter_in_model(config, model, _NAME, low_cpu_mem_usage=True)
+
+
+def _adapter_layers(model: PreTrainedModel) -> dict[str, Any]:
+    check_peft()
+    from peft.tuners.lora import LoraLayer
+
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _checksum(parameters: list[Tensor]) -> int:
+    """Return a checksum of the first values of every parameter: cheap, and enough to tell models apart."""
+    from outpace.models.slices import first_values
+
+    checksum = 0
+    for values in first_values(parameters, _CHECKSUM_VALUES):
+        checksum = zlib.crc32(values.numpy().tobytes(), checksum)
+    return checksum
+
+
+def frozen_matrices(model: PreTrainedModel) -> list[Tensor]:
+    """Return the frozen parameters that a pass uses in the dtype of the matrix products only, so that keeping them in
+    that dtype changes no result. Vectors and embeddings are added to or multiplied with float32 activations."""
+    embeddings = model.get_input_embeddings().weight
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return [parameter for parameter in frozen if parameter.ndim >= 2 and parameter is not embeddings]
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:

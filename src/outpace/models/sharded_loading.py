@@ -1,13 +1,13 @@
 """Load a model whose parameters are sharded over several processes, without a full copy in any of them.
 
-    config ─▶ model on the meta device ─▶ buffers ─▶ shard(model) ─▶ empty parameters ─▶ own rows of the files
+    config ─▶ model on the meta device ─▶ buffers ─▶ adapters ─▶ shard(model) ─▶ empty parameters ─▶ rows of the files
 
 Every process reads the rows of each tensor that it owns, straight from the memory-mapped files. Its peak memory is its
 share of the parameters and the largest piece of a tensor that it reads.
 
 Invariants
-- Parameters and buffers equal those of `load_model` with the same dtype, also where transformers computes a buffer
-  that no file contains, such as the frequencies of rotary embeddings.
+- Parameters and buffers equal those of `load_model` in float32, also where transformers computes a buffer that no file
+  contains, such as the frequencies of rotary embeddings. With adapters, some frozen weights stay in a smaller dtype.
 - Parameters that are tied in the config are one object before and after `shard`.
 - Whether a checkpoint can be loaded here depends on its files alone. `CheckpointMismatch` is raised before `shard` is
   called, so all processes fall back to loading the whole model together.
@@ -24,19 +24,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from outpace.errors import BadInput, one_line
 from outpace.models.loading import LOADING, resolve_model
+from outpace.models.lora import add_adapters, frozen_matrices
 from outpace.models.slices import own_rows
+from outpace.types import LoraAdapter
 
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
-_FLOATING = {"F64", "F32", "F16", "BF16"}
+_FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers that old checkpoints contain. transformers computes them instead."""
 
@@ -50,7 +52,22 @@ class CheckpointMismatch(Exception):
 class _StoredTensor:
     file: Path
     shape: tuple[int, ...]
-    floating: bool
+    dtype: torch.dtype | None  # None: not floating-point
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the values of a parameter or buffer are. Its module stays the same when adapters wrap it."""
+
+    module: nn.Module
+    attribute: str
+    name: str  # in the files
+    stored: _StoredTensor
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.module, self.attribute)
+        return found
 
 
 def load_sharded_model(
@@ -60,40 +77,49 @@ def load_sharded_model(
     device: str,
     parameter_device: str | None = None,
     trust_remote_code: bool = False,
-    dtype: torch.dtype = torch.float32,
+    adapter: LoraAdapter | None = None,
+    frozen_dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load the causal LM at `path` in evaluation mode, with parameters in `dtype`.
+    """Load the causal LM at `path` in evaluation mode, in float32.
 
     `shard` gets the model with its parameters on the meta device and replaces those to shard by DTensors, as
     `fully_shard` does. Parameters that it leaves alone are loaded whole. `device` is that of the buffers and, if
     `parameter_device` is None, of the parameters; with a `CPUOffloadPolicy`, `parameter_device` is "cpu".
 
+    With `adapter` the model has adapters, which `LoraAdapters` initializes. Frozen matrices (`frozen_matrices`) that
+    are in `frozen_dtype` in the files stay in it.
+
     Raises `CheckpointMismatch` if only `load_model` can load this checkpoint."""
     directory = resolve_model(path)
     try:
         with LOADING:
-            model = _model_on_meta(directory, trust_remote_code, dtype)
+            model = _model_on_meta(directory, trust_remote_code)
         stored = _stored_tensors(directory)
         sources = _sources(model, stored)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise BadInput(f"model.path {path}: {one_line(error)}") from error
     _make_buffers(model)
+    if adapter is not None:
+        add_adapters(model, adapter)
+        _keep_dtype(model, sources, frozen_dtype)
     shard(model)
     _allocate(model, torch.device(device), torch.device(parameter_device or device))
     try:
-        _fill(model, sources)
+        _fill(sources)
     except (OSError, SafetensorError) as error:
         raise BadInput(f"model.path {path}: {one_line(error)}") from error
     return model
 
 
-def _model_on_meta(directory: Path, trust_remote_code: bool, dtype: torch.dtype) -> PreTrainedModel:
+def _model_on_meta(directory: Path, trust_remote_code: bool) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointMismatch("the checkpoint is quantized")
     factory: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: PreTrainedModel = factory.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+        model: PreTrainedModel = factory.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code
+        ).eval()
     return model
 
 
@@ -113,24 +139,26 @@ def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 piece = tensors.get_slice(name)
-                found[name] = _StoredTensor(file, tuple(piece.get_shape()), piece.get_dtype() in _FLOATING)
+                found[name] = _StoredTensor(file, tuple(piece.get_shape()), _FLOATING.get(piece.get_dtype()))
     return found
 
 
-def _sources(model: PreTrainedModel, stored: dict[str, _StoredTensor]) -> dict[str, tuple[str, Path]]:
-    """Return for the first name of every parameter and persistent buffer its name in the files, and which file."""
+def _sources(model: PreTrainedModel, stored: dict[str, _StoredTensor]) -> list[_Source]:
+    """Return where the values of every parameter and persistent buffer are."""
     _check_conversions(model, stored)
-    sources, unused = {}, set(stored)
+    sources, unused = [], set(stored)
     for names, tensor in _distinct(model.state_dict(keep_vars=True).items()):
         present = [name for name in names if name in stored]
         if not present:
             raise CheckpointMismatch(f"the files have no {names[0]}")
         for name in present:
-            if stored[name].shape != tuple(tensor.shape) or stored[name].floating != tensor.is_floating_point():
+            is_floating = stored[name].dtype is not None
+            if stored[name].shape != tuple(tensor.shape) or is_floating != tensor.is_floating_point():
                 raise CheckpointMismatch(f"{name} has another shape or type in the files")
         if any(not _same_values(stored, present[0], other) for other in present[1:]):
             raise CheckpointMismatch(f"{' and '.join(present)} are tied in the config and differ in the files")
-        sources[names[0]] = present[0], stored[present[0]].file
+        parent, _, attribute = names[0].rpartition(".")
+        sources.append(_Source(model.get_submodule(parent), attribute, present[0], stored[present[0]]))
         unused.difference_update(present)
     ignored = re.compile("|".join([*_RECOMPUTED, *(model._keys_to_ignore_on_load_unexpected or ())]))
     if unknown := sorted(name for name in unused if ignored.search(name) is None):
@@ -174,6 +202,14 @@ def _make_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()  # type: ignore[no-untyped-call]
 
 
+def _keep_dtype(model: PreTrainedModel, sources: list[_Source], dtype: torch.dtype) -> None:
+    """Give frozen matrices that are stored in `dtype` that dtype."""
+    frozen = set(map(id, frozen_matrices(model)))
+    for source in sources:
+        if id(source.tensor) in frozen and source.stored.dtype == dtype:
+            source.tensor.data = source.tensor.to(dtype)
+
+
 def _allocate(model: PreTrainedModel, device: torch.device, parameter_device: torch.device) -> None:
     """Give every parameter of the meta device memory, without touching it; move the buffers to `device`."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -192,14 +228,14 @@ def _assign(model: PreTrainedModel, name: str, value: Tensor) -> None:
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, sources: dict[str, tuple[str, Path]]) -> None:
-    for name, (stored_name, file) in sources.items():
-        tensor = model.get_parameter_or_buffer(name)
+def _fill(sources: list[_Source]) -> None:
+    for source in sources:
+        tensor = source.tensor
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() == 0:
             continue
-        with safe_open(file, framework="pt") as tensors:  # per tensor: closing it unmaps the pages that were read
+        with safe_open(source.stored.file, framework="pt") as file:  # closing it unmaps the pages that were read
             if isinstance(tensor, DTensor):
-                local.copy_(tensors.get_slice(stored_name)[slice(*own_rows(tensor))])
+                local.copy_(file.get_slice(source.name)[slice(*own_rows(tensor))])
             else:
-                local.copy_(tensors.get_tensor(stored_name))
+                local.copy_(file.get_tensor(source.name))

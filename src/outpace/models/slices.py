@@ -7,10 +7,11 @@ file. Each process can read and write its own range without the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
@@ -47,6 +48,27 @@ def like_sharded(tensor: DTensor, rows: Callable[[int, int], Tensor]) -> DTensor
     if end > first:
         local_part(found).copy_(rows(first, end))
     return found
+
+
+@torch.no_grad()
+def copy_own_rows(target: Tensor, whole: Tensor) -> None:
+    """Copy into `target` what this process holds of it."""
+    local_part(target).copy_(whole[slice(*own_rows(target))] if isinstance(target, DTensor) else whole)
+
+
+def first_values(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Return the first `count` values of each whole tensor, as float32 on the CPU. If the tensors are sharded, all
+    processes must call this."""
+    found = torch.zeros(len(tensors), count)
+    for row, tensor in zip(found, tensors, strict=True):
+        part = slice_of(tensor)
+        own = part.local.flatten()[: max(0, count - part.start)]
+        row[part.start : part.start + len(own)] = own
+    if sharded := [tensor for tensor in tensors if isinstance(tensor, DTensor)]:
+        assert len(sharded) == len(tensors), "the values of other tensors would be added up"
+        # Every value is on one process. As integers, so that a negative zero stays one.
+        dist.all_reduce(found.view(torch.int32), group=sharded[0].device_mesh.get_group())
+    return [row[: tensor.numel()] for row, tensor in zip(found, tensors, strict=True)]
 
 
 def own_rows(tensor: DTensor) -> tuple[int, int]:
