@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        ranks = Ranks(RankSettings(0, 1, f"file://{directory}/rendezvous", 60.0), options.device)
+        ranks = Ranks(RankSettings(0, 1, Path(directory) / "rendezvous", 60.0), options.device)
         results: dict[str, Any] = {}
         for name, measure in (("one rank", one_rank), ("offload", offload)):
             if options.only in (None, name):

@@ -65,10 +65,12 @@ def as_arguments(settings: dict[str, Any]) -> list[str]:
     return [f"--{key}={json.dumps(value) if isinstance(value, list) else value}" for key, value in settings.items()]
 
 
-def start_command(*words: str, **options: Any) -> subprocess.Popen[str]:
+def start_command(*words: str, launcher: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
+    """Start outpace. `launcher`: a module that starts it, with its arguments; none: Python does."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    module = [*launcher, "-m", "outpace"] if launcher else ["outpace.cli"]
     return subprocess.Popen(
-        [sys.executable, "-m", "outpace.cli", *words],
+        [sys.executable, "-m", *module, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import outpace
 from outpace.errors import EXIT_SECOND_SIGNAL, BadInput, ComponentFailed, OutpaceError
+from outpace.runtime.torchrun import refuse_torchrun, torchrun_process
 
 if TYPE_CHECKING:
     from outpace.config.base import Section
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, settings = split_settings(sys.argv[1:] if argv is None else argv)
         arguments = _parser().parse_args(words)
         verb: Callable[[argparse.Namespace, list[str]], int] = arguments.verb
+        if verb not in (train, doctor):
+            refuse_torchrun(f"outpace {words[0]}" if words else "outpace")
         code = verb(arguments, settings)
         sys.stdout.flush()
         return code
@@ -115,9 +118,10 @@ def _print_error(error: OutpaceError) -> int:
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.config.load import dump_toml, load_config
     from outpace.config.validation import resolve
-    from outpace.hardware.placement import placement_of
+    from outpace.hardware.placement import planned_placement, visible_gpus
     from outpace.run.background import run_plan
     from outpace.run.plan import UserObjects, load_run_config, make_plan
+    from outpace.run.torchrun_rank import serve_rank, with_ranks
 
     resumes = arguments.resume is not None
     if resumes and arguments.config is not None:
@@ -128,11 +132,19 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
         config = load_run_config(arguments.resume, [*settings, f"--run.dir={arguments.resume}"])
     else:
         config = load_config(arguments.config, settings)
+    process = torchrun_process()
+    if process is not None:
+        config = with_ranks(config, process)
+    is_controller = process is None or process.rank == 0
     if arguments.dry_run:
         resolved = resolve(config)
-        print(dump_toml(resolved), end="")
-        print("\n" + "\n".join(f"# {line}" for line in placement_of(resolved).lines(resolved)))
+        if is_controller:
+            print(dump_toml(resolved), end="")
+            placement = planned_placement(resolved, visible_gpus(resolved))
+            print("\n" + "\n".join(f"# {line}" for line in placement.lines(resolved)))
         return 0
+    if process is not None and not is_controller:
+        serve_rank(config, process)
     run_plan(make_plan(config, UserObjects(), arguments.quiet), resume=resumes)
     return 0
 

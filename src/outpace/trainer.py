@@ -40,6 +40,7 @@ from outpace.rollouts.environments.session import EnvironmentArgument
 from outpace.run.background import BackgroundRun, PreparedRun, claim_and_plan, claim_run_directory
 from outpace.run.plan import RunPlan, TasksArgument, UserObjects, make_plan
 from outpace.runtime.cleanup import temporary_directory
+from outpace.runtime.torchrun import refuse_torchrun
 from outpace.tasks.registry import is_task_name
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class Trainer:
         return None if directory is None else Path(directory)
 
     def _prepare(self, resume: bool) -> PreparedRun:
+        refuse_torchrun("Trainer")
         config = self.config
         if resume and config.run.dir is None:
             if self._directory is None:

@@ -1,5 +1,7 @@
 """Fixtures of the fault tests: runs of a few seconds, as in the system tests."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from faults.watching import LiveRun, StartRun
@@ -12,8 +14,8 @@ __all__ = ["rewards", "settings", "start", "tasks", "toy_model"]
 def start(request: pytest.FixtureRequest) -> StartRun:
     """Start runs, each in its own process group, which is killed at the end of the test."""
 
-    def begin(*arguments: str) -> LiveRun:
-        run = LiveRun(*arguments)
+    def begin(*arguments: str, launcher: Sequence[str] = ()) -> LiveRun:
+        run = LiveRun(*arguments, launcher=launcher)
         request.addfinalizer(run.kill)
         return run
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ START_LIMIT_S = 180.0
 class LiveRun:
     """`outpace train`, observed from outside."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._process = start_command("train", "--quiet", *arguments, start_new_session=True)
+    def __init__(self, *arguments: str, launcher: Sequence[str] = ()) -> None:
+        """`launcher`: a module that starts it, with its arguments."""
+        self._process = start_command("train", "--quiet", *arguments, launcher=launcher, start_new_session=True)
         self.pid = self._process.pid
         self.processes = {psutil.Process(self.pid)}  # every process of the run that was ever seen
         self.output = ""

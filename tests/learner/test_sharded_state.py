@@ -21,12 +21,13 @@ from learner.ranks import stop_ranks
 from learner.small import make_llama, make_records
 from learner.worlds import GPUS, ON_GPUS, World, needs_gpu, needs_peft
 from outpace.checkpoint.journal import JournalWriter, read_record
-from outpace.errors import CorruptData
+from outpace.errors import BadInput, CorruptData
 from outpace.learner.backend import LearnerSettings
 from outpace.learner.learner import LearnerHost
 from outpace.learner.torch_backend import TorchBackend
 from outpace.models.slices import local_part
 from outpace.types import JournalLocation, Manifest
+from outpace.weights.sharded_snapshots import SharedFolderWriter
 from outpace.weights.shared_memory import read_snapshot
 from support import kept_of, resolved
 
@@ -39,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lora": {"lora.rank": 4, "lora.targets": ["q_proj", "o_proj"]},
     "offloaded lora": {"lora.rank": 4, "lora.targets": ["q_proj", "o_proj"], "learner.offload": True},
 }
+SEVERAL_MACHINES = World(2, several_machines=True)
 ON_GPUS_ONLY = ("offload", "offloaded lora")
 """Cases that are like another one on the CPU."""
 
@@ -185,22 +187,26 @@ def test_a_saved_state_resumes_with_other_numbers_of_ranks(
             assert_same(load_file(scene.home / str(number) / file.name), load_file(file))
 
 
-@pytest.mark.parametrize(("case", "world"), every_case(World(2), GPUS))
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [*every_case(World(2), GPUS), pytest.param("plain", SEVERAL_MACHINES, id="plain, several machines")],
+)
 def test_ranks_publish_one_snapshot_of_the_whole_policy(
     make_scene: Callable[[str], Scene], case: str, world: World
 ) -> None:
-    first, *others = world.run(partial(publish_twice, make_scene(case)))
-    assert [manifest.version for manifest in first] == [0, 1]
+    first, *others = world.run(partial(publish_often, make_scene(case)))
+    assert [manifest.version for manifest in first] == [0, 1, 2]
+    assert len({manifest.path for manifest in first}) == 2  # the third replaces the first
     assert all(manifest.tensors for manifest in first)
     assert not any(manifest.tensors for other in others for manifest in other)
 
 
-def publish_twice(scene: Scene, world: World, rank: int) -> list[Manifest]:
-    """Return the manifests of two versions. Their snapshots are compared with the weights here."""
+def publish_often(scene: Scene, world: World, rank: int) -> list[Manifest]:
+    """Return the manifests of three versions. Their snapshots are compared with the weights here."""
 
     async def work() -> list[Manifest]:
         host, found = scene.host(world, rank), []
-        for _ in range(2):
+        for _ in range(3):
             expected = {name: whole(tensor) for name, tensor in host.backend.weights().items()}
             manifest = await host.publish([])
             if rank == 0:
@@ -211,6 +217,25 @@ def publish_twice(scene: Scene, world: World, rank: int) -> list[Manifest]:
         return found
 
     return asyncio.run(work())
+
+
+def write_elsewhere(home: Path, world: World, rank: int) -> str:
+    directory = home / f"only-rank-{rank}-sees-this"
+    if rank == 0:
+        directory.mkdir()
+    ranks = world.join(rank)
+    assert ranks is not None
+    try:
+        SharedFolderWriter(directory, "run", None, ranks)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_does_not_see_the_folder_of_the_weights_names_the_setting(tmp_path: Path) -> None:
+    first, second = SEVERAL_MACHINES.run(partial(write_elsewhere, tmp_path))
+    assert not first
+    assert second.startswith("weights.dir: ")
 
 
 def read_with_other_model(scene: Scene, world: World, rank: int) -> str:

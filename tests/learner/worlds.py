@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 import pytest
@@ -13,16 +14,20 @@ from transformers import PreTrainedModel
 
 from learner.ranks import run_ranks
 from outpace.learner.ranks import Ranks, RankSettings
+from outpace.runtime.torchrun import TorchrunProcess
 
 Result = TypeVar("Result")
 
 
 class World(NamedTuple):
-    """How many ranks, and on which kind of device. On "cuda" each has a GPU of its own."""
+    """How many ranks, and on which kind of device. On "cuda" each has a GPU of its own.
+
+    `several_machines`: they act as if each were on a machine of its own."""
 
     size: int
     device: Literal["cpu", "cuda"] = "cpu"
     sharded: bool = True  # False: one process without ranks
+    several_machines: bool = False
 
     def run(self, function: Callable[[World, int], Result]) -> list[Result]:
         """Return the results of `function(self, rank)` on all ranks."""
@@ -30,7 +35,10 @@ class World(NamedTuple):
         return run_ranks(call, self.size, device=self.device) if self.sharded else [call(0)]
 
     def join(self, rank: int) -> Ranks | None:
-        return Ranks(RankSettings(rank, self.size, "", 60.0), self.device) if self.sharded else None
+        if not self.sharded:
+            return None
+        torchrun = TorchrunProcess(rank, self.size, 0, 1, "localhost", 0) if self.several_machines else None
+        return Ranks(RankSettings(rank, self.size, Path(), 60.0, torchrun=torchrun), self.device)
 
     def place(self, model: PreTrainedModel) -> PreTrainedModel:
         """Move a model to the device of this process, or leave it on the CPU if it will be sharded."""

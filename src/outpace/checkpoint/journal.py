@@ -118,6 +118,9 @@ class EntryFile:
             return False
         return True
 
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -267,7 +270,9 @@ SEGMENT_BYTES = 8 << 20
 class JournalWriter:
     """Appends finished groups. A name must have only one writer. Thread-safe."""
 
-    def __init__(self, directory: Path, name: str, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(self, directory: Path, name: str, segment_bytes: int = SEGMENT_BYTES, sync: bool = False) -> None:
+        """`sync`: write through to the disk, because ranks of the learner on other machines read the entries."""
+        self._sync = sync
         self._directory = directory
         self._name = name
         self._limit = segment_bytes
@@ -305,7 +310,10 @@ class JournalWriter:
             self._close_segment()
             self._file = EntryFile(self._directory, self._name, KIND)
         try:
-            return self._file.append(pieces)
+            place = self._file.append(pieces)
+            if self._sync:
+                self._file.sync()
+            return place
         except OSError:
             self._close_segment()  # the end of the file may be torn
             raise

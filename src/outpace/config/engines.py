@@ -113,7 +113,8 @@ class WeightsConfig(Section):
     delta: bool = False
     """Publish only the changes since the last version, as a file, to engines that support it."""
     dir: str | None = None
-    """Directory for weight files, readable by the servers. Default: a memory-backed directory, removed with the run."""
+    """Directory for weight files, readable by the servers. With a learner on several machines all must see it. Default:
+    a memory-backed directory, or the run directory if the learner is on several machines; removed with the run."""
 
 
 class LoraConfig(Section):

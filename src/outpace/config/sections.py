@@ -331,7 +331,8 @@ class LearnerConfig(Section):
 
     devices: int = Field(default=1, ge=1)
     """Number of processes that share the learner's weights, gradients and optimizer state, each on its own GPU, or all
-    on the CPU if there is no GPU. Above 1 the model is sharded with FSDP2."""
+    on the CPU if there is no GPU. Above 1 the model is sharded with FSDP2. Default under torchrun: the number of its
+    processes, on all machines."""
     reshard: bool = True
     """With a sharded learner: free the gathered weights of a layer after its forward pass and gather them again for the
     backward pass. Off: faster, and each GPU holds the whole model in bfloat16 during a pass."""
@@ -339,7 +340,8 @@ class LearnerConfig(Section):
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when it computes.
     Uses FSDP2 with one device too."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
-    """End the run if the processes of a sharded learner wait longer than this for one of them."""
+    """End the run if the processes of a sharded learner wait longer than this for one of them, also until the processes
+    of torchrun have found each other."""
 
     @property
     def sharded(self) -> bool:

@@ -40,7 +40,7 @@ import numpy as np
 from outpace.config import Config
 from outpace.errors import BadInput
 from outpace.hardware.cpu import supports_bfloat16
-from outpace.hardware.placement import placement_of, uses_gpu
+from outpace.hardware.placement import local_ranks, placement_of, uses_gpu
 
 
 def available_cores() -> int:
@@ -66,7 +66,9 @@ def compute_units(config: Config) -> ComputeUnits | None:
     placement = placement_of(config)
     gpus = {gpu for each in (*placement.learners, *placement.engines) for gpu in each.gpus}
     per_engine = max(len(each.gpus) for each in placement.engines) or 1
-    return ComputeUnits(len(gpus), are_gpus=True, per_engine=per_engine, per_learner=len(placement.learners))
+    ranks = config.learner.devices
+    count = len(gpus) + ranks - len(placement.learners)  # those of the learner on other machines
+    return ComputeUnits(count, are_gpus=True, per_engine=per_engine, per_learner=ranks)
 
 
 def shares_cores(config: Config, own: int | None) -> bool:
@@ -96,9 +98,9 @@ def engine_threads(config: Config) -> int:
 
 def learner_threads(config: Config) -> int:
     """Return the maximum number of compute threads of one learner process. The threads of the learner are divided
-    among its processes."""
+    among its processes on this machine."""
     threads = config.learner.threads or config.run.threads or available_cores()
-    return max(1, threads // config.learner.devices)
+    return max(1, threads // local_ranks(config))
 
 
 def check_dtype(dtype: str, setting: str, on_cpu: bool) -> None:

@@ -290,10 +290,10 @@ def _named(devices: list[str]) -> str:
 
 
 def _check_host(config: Config, placement: Placement, shape: ModelShape, host: int) -> None:
-    """Check the memory of the host that a learner on GPUs offloads to. All its processes are on this machine."""
+    """Check the memory of the host that the learner's processes on its GPUs offload to."""
     if not config.learner.offload or not _device(placement.learner):
         return
-    needed = learner_state(config, shape)
+    needed = learner_state(config, shape) * len(placement.learners) // config.learner.devices
     if needed > host:
         raise BadInput(
             f"learner.offload: weights, gradients and optimizer state need {needed / GB:.1f} GB of host memory, but "

@@ -1,7 +1,8 @@
 """GPU placement: which process computes on which GPU, and how weights reach the engines.
 
 `assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first `learner.devices` GPUs,
-one per process, and the engines the others, round-robin. Engines share the learner's GPU only if it has one GPU and
+one per process, and the engines the others, round-robin. Under torchrun the learner gets as many GPUs of every machine
+as torchrun starts processes there. Engines share the learner's GPU only if it has one GPU and
 there is no other. Launched servers and the learner share a GPU with fixed memory budgets. Each child process sees only
 its own GPUs, through CUDA_VISIBLE_DEVICES.
 """
@@ -20,6 +21,7 @@ import msgspec
 from outpace.config import Config
 from outpace.config.engines import server_address
 from outpace.errors import BadInput
+from outpace.runtime.torchrun import torchrun_process
 
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
@@ -64,7 +66,7 @@ ON_CPU = GpuAssignment()
 class Placement(msgspec.Struct, frozen=True):
     """GPU assignments of all processes of a run. GPUs are named as in CUDA_VISIBLE_DEVICES."""
 
-    learners: list[GpuAssignment]  # one per learner process, by rank
+    learners: list[GpuAssignment]  # one per learner process on this machine, by rank
     engines: list[GpuAssignment]
     workers: list[str]  # the GPUs that rollout workers may use
     transport: str
@@ -98,8 +100,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     def lines(self, config: Config) -> Iterator[str]:
         """Yield one line per process with its GPUs, for display. `config` is the one that was placed."""
-        for rank, learner in enumerate(self.learners):
-            yield f"{learner_name(rank)}: {_shown(learner)}"
+        local = len(self.learners)
+        for rank in range(config.learner.devices):
+            elsewhere = f" of machine {rank // local + 1}" if rank >= local else ""  # all start equally many
+            yield f"{learner_name(rank)}: {_shown(self.learners[rank % local])}{elsewhere}"
         if config.kl.coefficient > 0:
             gpus = _named([gpu for learner in self.learners for gpu in learner.gpus])
             yield f"reference model: {gpus}, inside the learner" + (", without a copy" if config.lora.rank else "")
@@ -186,19 +190,34 @@ def uses_gpu(config: Config) -> bool:
 
 def placement_of(config: Config) -> Placement:
     """Return the placement on this machine. Raises `BadInput` if there are not enough GPUs."""
-    return assign_gpus(config, visible_gpus(config))
+    return assign_gpus(config, visible_gpus(config), local_ranks(config))
+
+
+def planned_placement(config: Config, gpus: Sequence[str]) -> Placement:
+    """Like `placement_of` with these visible GPUs, also for a run on several machines that torchrun has not started
+    yet: a learner with more devices than this machine has GPUs uses all of them, and as many on every other machine."""
+    ranks = local_ranks(config)
+    if config.run.device != "cpu" and gpus:
+        ranks = min(ranks, len(gpus))
+    return assign_gpus(config, gpus, ranks)
+
+
+def local_ranks(config: Config) -> int:
+    """Return the number of learner processes on this machine."""
+    torchrun = torchrun_process()
+    return config.learner.devices if torchrun is None else torchrun.local_size
 
 
 # ----------------------------------------------------------------------------------------------------------- the rules
 
 
-def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
-    """Assign GPUs to all processes. `gpus` are the visible ones, named as in CUDA_VISIBLE_DEVICES; `config` is
-    resolved.
+def assign_gpus(config: Config, gpus: Sequence[str], ranks: int | None = None) -> Placement:
+    """Assign GPUs to all processes on this machine. `gpus` are the visible ones, named as in CUDA_VISIBLE_DEVICES;
+    `config` is resolved; `ranks`: learner processes on this machine, None: all.
 
     Raises `BadInput` if there are not enough GPUs."""
     engines = config.engine.count or max(len(config.engine.urls), 1)
-    wanted, ranks = config.rollout.gpus, config.learner.devices
+    wanted, ranks = config.rollout.gpus, ranks or config.learner.devices
     if wanted > len(gpus):
         raise BadInput(
             f"rollout.gpus: {wanted} requested, but {_count(len(gpus))} visible; lower it or make more GPUs visible"
@@ -214,7 +233,7 @@ def assign_gpus(config: Config, gpus: Sequence[str]) -> Placement:
     size = _gpus_per_engine(config)
     enough_for_all = len(gpus) - wanted >= ranks + size
     workers = list(gpus[len(gpus) - wanted :])
-    learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size)
+    learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size, ranks)
     if not _launches(config) or not groups:
         assigned = [GpuAssignment(groups[index % len(groups)] if groups else []) for index in range(engines)]
         transport = _transport(config, shares=False)
@@ -257,14 +276,13 @@ def _launches(config: Config) -> bool:
     return config.engine.kind != "embedded" and not config.engine.urls
 
 
-def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], list[list[str]]]:
+def _groups(config: Config, gpus: Sequence[str], size: int, ranks: int) -> tuple[list[str], list[list[str]]]:
     """Return the GPUs of the learner, one per process, and the sets of GPUs that are assigned to engines
     round-robin."""
-    ranks = config.learner.devices
     if ranks > len(gpus):
         raise BadInput(
             f"learner.devices: {ranks} GPUs for the learner, but {_count(len(gpus))} visible; "
-            f"lower it or make more GPUs visible"
+            f"lower it, make more GPUs visible, or use several machines (torchrun)"
         )
     learner, others = list(gpus[:ranks]), list(gpus[ranks:])
     if config.engine.urls:
@@ -272,7 +290,7 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], 
     if config.run.runtime == "inline":  # one process, whose device is the first GPU
         return learner, [learner]
     if _launches(config) and CUDA_VISIBLE_DEVICES in config.launch.env:
-        return _given_groups(config, gpus, size)
+        return _given_groups(config, gpus, size, ranks)
     if config.weights.transport == "ipc":  # works only within one GPU
         if size > 1:
             raise BadInput(f'weights.transport: "ipc" needs one GPU, but a server uses {size}; set "memory"')
@@ -289,10 +307,10 @@ def _groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], 
     return learner, [others[start : start + size] for start in range(0, len(others) - size + 1, size)]
 
 
-def _given_groups(config: Config, gpus: Sequence[str], size: int) -> tuple[list[str], list[list[str]]]:
+def _given_groups(config: Config, gpus: Sequence[str], size: int, ranks: int) -> tuple[list[str], list[list[str]]]:
     """Use the GPUs from launch.env for every server. The learner gets other GPUs; if it needs one and there is no
     other, it shares the first."""
-    given, ranks = listed_gpus(config.launch.env[CUDA_VISIBLE_DEVICES]), config.learner.devices
+    given = listed_gpus(config.launch.env[CUDA_VISIBLE_DEVICES])
     if not given:  # servers on the CPU
         return list(gpus[:ranks]), []
     if size > len(given):

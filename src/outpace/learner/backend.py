@@ -57,7 +57,7 @@ class LearnerSettings:
 
     - `config`: resolved
     - `read_group`: fetches a finished group, from wherever the workers put it
-    - `snapshots`: directory in memory for published weights
+    - `snapshots`: directory for published weights: in memory, or on disk if the ranks are on several machines
     - `bad_steps`: directory for the groups of bad steps; None: they are not kept"""
 
     config: Config

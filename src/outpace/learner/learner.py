@@ -147,8 +147,9 @@ class LearnerHost(Generic[B]):
 
     def __init__(self, settings: LearnerSettings, make_backend: Callable[[LearnerSettings], B]) -> None:
         self._settings = settings
-        settings.snapshots.mkdir(exist_ok=True)
         self._ranks = settings.ranks
+        if self._ranks is None or self._ranks.is_first:
+            settings.snapshots.mkdir(parents=True, exist_ok=True)
         self._writer = build_snapshot_writer(
             settings.config, settings.device, settings.snapshots, settings.incarnation, settings.ranks
         )

@@ -21,9 +21,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outpace.errors import CollectiveFailed
+from outpace.runtime.torchrun import TorchrunProcess
 
 V = TypeVar("V")
 Array = NDArray[Any]
@@ -31,14 +33,18 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class RankSettings:
-    """One rank of a learner. `rendezvous`: the URL through which the ranks find each other, for torch.distributed.
-    `logs`: directory for the last collective calls if one fails; None: they are not kept."""
+    """One rank of a learner.
+
+    - `rendezvous`: file through which the ranks find each other on one machine. Under torchrun only its name is used
+    - `logs`: directory for the last collective calls if one fails; None: they are not kept
+    - `torchrun`: whose store the ranks find each other through; None: torchrun has not started them"""
 
     rank: int
     size: int
-    rendezvous: str
+    rendezvous: Path
     timeout_s: float
     logs: Path | None = None
+    torchrun: TorchrunProcess | None = None
 
 
 class Ranks:
@@ -48,6 +54,7 @@ class Ranks:
         """Wait for all ranks."""
         self.rank = settings.rank
         self.size = settings.size
+        self.several_machines = settings.torchrun is not None and settings.torchrun.several_machines
         self._logs = settings.logs
         self._timeout_s = settings.timeout_s
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
@@ -55,7 +62,7 @@ class Ranks:
             if not dist.is_initialized():
                 dist.init_process_group(
                     backend,
-                    init_method=settings.rendezvous,
+                    store=_store(settings),
                     rank=settings.rank,
                     world_size=settings.size,
                     timeout=timedelta(seconds=settings.timeout_s),
@@ -138,3 +145,13 @@ class Ranks:
         except OSError:  # the error itself is more important than its record
             return CollectiveFailed(message)
         return CollectiveFailed(f"{message}; the last collective calls of rank {self.rank} are in {file}")
+
+
+def _store(settings: RankSettings) -> Store:
+    """Return the store through which the ranks find each other: a file, or that of torchrun, under a prefix of this
+    start of the run."""
+    if settings.torchrun is None:
+        return FileStore(str(settings.rendezvous), settings.size)
+    timeout = timedelta(seconds=settings.timeout_s)
+    address = settings.torchrun.master, settings.torchrun.store_port
+    return PrefixStore(settings.rendezvous.name, TCPStore(*address, is_master=False, timeout=timeout))

@@ -43,6 +43,7 @@ from outpace.errors import BadInput
 from outpace.monitoring import rollout_files
 from outpace.monitoring.line_file import LineFile, filter_lines, read_lines, write_atomically
 from outpace.monitoring.summary import Summary
+from outpace.runtime.remote import INVITATION_FILE
 from outpace.types import Aggregate, Failure
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -146,10 +147,13 @@ OLD_MODEL_FOLDER = "model.old"
 FILES = (
     *(CONFIG_FILE, RESOLVED_FILE, "tasks.json", "metrics.jsonl", "batches.jsonl", "evals.jsonl", "summary.json"),
     *("timeline.json", "fleet.json", "fleet.jsonl", "objects.json", "heldout.jsonl", OLD_CONFIG_FILE, "starts.jsonl"),
+    INVITATION_FILE,
 )
 LINE_FILES = ("metrics.jsonl", "batches.jsonl", "evals.jsonl")
 FOLDERS = ("rollouts", "checkpoints", "journal", "logs")
-OPTIONAL_FOLDERS = ("bad_steps", MODEL_FOLDER, "trackers")
+WEIGHTS_FOLDER = "weights"
+"""Folder of weight snapshots, if the learner runs on several machines. Exists only while the run is active."""
+OPTIONAL_FOLDERS = ("bad_steps", MODEL_FOLDER, "trackers", WEIGHTS_FOLDER)
 """Folders that exist only in some runs. FILES, FOLDERS and OPTIONAL_FOLDERS are all that a run writes, and all that
 overwriting it removes."""
 
@@ -192,7 +196,7 @@ class RunLog:
         self._resuming = resuming
         self._initial_content = _content(directory)
         self.began = False
-        self.written = {"logs"}  # folders that this run fills before `start`
+        self.written = {"logs", WEIGHTS_FOLDER}  # folders that this run fills before `start`
         self._lines: dict[str, LineFile] = {}
 
     # ------------------------------------------------------------------------------------------------ start and end

@@ -23,12 +23,15 @@ from outpace.config.sections import ModelConfig
 from outpace.errors import BadInput
 from outpace.hardware.cores import available_cores, engine_threads, learner_shares_cores, learner_threads, shares_cores
 from outpace.hardware.placement import ON_CPU, GpuAssignment, learner_name, placement_of
+from outpace.monitoring.run_directory import WEIGHTS_FOLDER
 from outpace.protocols import Engine, Learner, TaskStream
+from outpace.run.learner_group import rank_environment
 from outpace.runtime import by_value
 from outpace.runtime.cleanup import temporary_files_environment
 from outpace.runtime.components import START_DEADLINE_S, ComponentSpec, Resources, RestartSettings
 from outpace.runtime.reconnect import reconnecting_proxy
 from outpace.runtime.references import load_function
+from outpace.runtime.torchrun import TorchrunProcess, torchrun_process
 from outpace.types import FleetMember
 
 if TYPE_CHECKING:
@@ -43,18 +46,6 @@ SERVER_GRACE_S = 60.0
 """Added to `launch.start_s`, so that an engine component can report why its server did not start."""
 
 
-def _rank_environment(logs: Path) -> dict[str, str]:
-    """Return the environment variables of a learner process. All are on this machine, and their sockets must not be
-    reachable from others."""
-    return {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "TORCH_FR_BUFFER_SIZE": "1000",  # of the last collective calls, recorded for errors
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(logs / "collectives-nccl-"),  # torch appends the rank
-    }
-
-
 def engine_name(index: int) -> str:
     return f"engine-{index}"
 
@@ -66,6 +57,7 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     incarnation: str
     run_dir: str
     scratch: str
+    torchrun: TorchrunProcess | None = None  # the controller's; None: all processes are its children
     index: int = 0  # of an engine, or the rank of a learner
     url: str = ""  # of a running server; empty for embedded engines and servers to launch. Producer: learner's socket
 
@@ -76,6 +68,19 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     @property
     def journal(self) -> Path:
         return Path(self.run_dir) / "journal"
+
+    @property
+    def several_machines(self) -> bool:
+        """Whether the learner runs on several machines."""
+        return self.torchrun is not None and self.torchrun.several_machines
+
+    @property
+    def snapshots(self) -> Path:
+        """Directory in which the learner publishes weights: in memory, or on disk if several machines write them."""
+        if not self.several_machines:
+            return Path(self.scratch) / "weights"
+        shared = self.parsed.weights.dir or Path(self.run_dir) / WEIGHTS_FOLDER
+        return Path(shared) / f"{self.incarnation}-learner"
 
 
 class ComponentSpecs:
@@ -96,8 +101,9 @@ class ComponentSpecs:
         # Child processes see only their own GPUs, so settings that depend on all GPUs are resolved here.
         weights = config.weights.model_copy(update={"transport": self.placement.transport})
         config = self._config = config.model_copy(update={"weights": weights})
+        self._torchrun = torchrun_process()
         settings = ComponentSettings(
-            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir)
+            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), self._torchrun
         )
         self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
@@ -155,8 +161,11 @@ class ComponentSpecs:
         )
 
     def learners(self) -> list[ComponentSpec]:
-        """Return the spec of the learner, or one for each of its ranks. Other components only know the first."""
+        """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Under
+        torchrun, the other ranks are its other processes, which choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
+        several = self._torchrun is not None and self._torchrun.several_machines
+        gpus = self.placement.learners
         return [
             ComponentSpec(
                 learner_name(rank),
@@ -164,13 +173,14 @@ class ComponentSpecs:
                 "outpace.protocols:Learner",
                 kind="learner",
                 settings=self._shared_settings | {"index": rank},
-                resources=_resources(learner_threads(self._config), gpus),
-                environment=_rank_environment(self._logs) if self._config.learner.sharded else {},
+                resources=_resources(learner_threads(self._config), gpus[rank % len(gpus)]),
+                environment=rank_environment(self._logs, several) if self._config.learner.sharded else {},
                 code=self._learner_code,
+                remote=rank if rank > 0 and self._torchrun is not None else None,
                 listen=self._learner_socket if calls and rank == 0 else None,
                 token=self._token,
             )
-            for rank, gpus in enumerate(self.placement.learners)
+            for rank in range(self._config.learner.devices)
         ]
 
     def workers(self) -> list[ComponentSpec]:
@@ -298,7 +308,7 @@ def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
     from outpace.learner.learner import LearnerHost
     from outpace.learner.torch_backend import TorchBackend
 
-    config, threads, device = settings.parsed, learner_threads(settings.parsed), _device(spec)
+    config, threads, device = settings.parsed, spec.resources.cpus, _device(spec)
     shares = learner_shares_cores(config)
     return LearnerHost(
         LearnerSettings(
@@ -309,7 +319,7 @@ def _learner(spec: ComponentSpec, settings: ComponentSettings) -> object:
             threads=threads,
             incarnation=settings.incarnation,
             read_group=partial(read_record, settings.journal),
-            snapshots=Path(settings.scratch) / "weights",
+            snapshots=settings.snapshots,
             bad_steps=Path(settings.run_dir) / "bad_steps" if settings.index == 0 else None,
             sharing=_core_sharing(settings, "learner", LEARNER_ROW, threads) if shares else None,
         ),
@@ -321,9 +331,17 @@ def _ranks(settings: ComponentSettings, device: str) -> Ranks:
     from outpace.learner.ranks import Ranks, RankSettings
 
     learner = settings.parsed.learner
-    rendezvous = f"file://{settings.scratch}/ranks-{settings.incarnation}"
-    logs = Path(settings.run_dir) / "logs"
-    return Ranks(RankSettings(settings.index, learner.devices, rendezvous, learner.collective_timeout_s, logs), device)
+    return Ranks(
+        RankSettings(
+            rank=settings.index,
+            size=learner.devices,
+            rendezvous=Path(settings.scratch) / f"ranks-{settings.incarnation}",
+            timeout_s=learner.collective_timeout_s,
+            logs=Path(settings.run_dir) / "logs",
+            torchrun=settings.torchrun,
+        ),
+        device,
+    )
 
 
 def _device(spec: ComponentSpec) -> str:
@@ -378,7 +396,7 @@ def _worker(
         rollout=assembled.rollout,
         evaluation_rollout=assembled.evaluation,
         reward_functions=build_reward_functions(config, given.get("rewards")),
-        journal=JournalWriter(settings.journal, name),
+        journal=JournalWriter(settings.journal, name, sync=settings.several_machines),
         gateway=Gateway(config.gateway.host, _gateway_port(config, name), config.model.path),
         closers=assembled.closers,
         turns=_turn_log(config, settings.journal, name),

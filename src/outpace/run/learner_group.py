@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,16 @@ T = TypeVar("T")
 
 GRACE_S = 10.0
 """How long the other ranks may take to fail after the first one: a process that has died may be noticed last."""
+
+
+def rank_environment(logs: Path, several_machines: bool) -> dict[str, str]:
+    """Return the environment variables of a learner process. If all are on this machine, their sockets must not be
+    reachable from others."""
+    return ({} if several_machines else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}) | {
+        "TORCH_FR_BUFFER_SIZE": "1000",  # of the last collective calls, recorded for errors
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(logs / "collectives-nccl-"),  # torch appends the rank
+    }
 
 
 class LearnerGroup:

@@ -9,6 +9,7 @@ However the command ends, `launch` stops the components and removes the runtime 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -19,14 +20,18 @@ from typing import TypeVar
 from outpace.config import Config
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.errors import BadInput
+from outpace.monitoring.run_directory import WEIGHTS_FOLDER
 from outpace.protocols import Engine, Learner, Producer, Worker
 from outpace.run.build import ComponentSpecs
 from outpace.run.learner_group import LearnerGroup
 from outpace.run.plan import RunPlan
 from outpace.runtime.async_tools import gather_or_cancel
+from outpace.runtime.by_value import unpickle_objects
 from outpace.runtime.cleanup import RuntimeDirectory
 from outpace.runtime.components import ComponentSpec, InlineRuntime, Runtime
 from outpace.runtime.local import LocalRuntime
+from outpace.runtime.remote import RemoteProcesses
+from outpace.runtime.torchrun import TorchrunProcess, torchrun_process
 
 P = TypeVar("P")
 Span = Callable[[str, str], AbstractContextManager[None]]
@@ -42,19 +47,42 @@ async def launch(plan: RunPlan, directory: Path, span: Span = _no_span) -> Async
     takes to start."""
     config = plan.config
     runtime_dir = await asyncio.to_thread(RuntimeDirectory)
+    torchrun = torchrun_process()
+    remote = None if torchrun is None else _remote_ranks(plan, directory, torchrun)
     runtime: Runtime = (
         InlineRuntime()
         if config.run.runtime == "inline"
-        else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup)
+        else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup, remote=remote)
     )
+    finished = False
     try:
+        if remote is not None:
+            await asyncio.to_thread(_remove_weights, directory)  # of a run that was killed
+            await remote.open()
         specs = ComponentSpecs(
             config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.engine_code, plan.producer_code
         )
         yield Launcher(config, runtime, specs, specs.engines(), span)
+        finished = True
     finally:
-        await runtime.stop()
+        await runtime.stop(finished)
+        if remote is not None:
+            await remote.close()
+            await asyncio.to_thread(_remove_weights, directory)
         await asyncio.to_thread(runtime_dir.remove)
+
+
+def _remote_ranks(plan: RunPlan, directory: Path, torchrun: TorchrunProcess) -> RemoteProcesses:
+    """Return the other processes of torchrun, which become ranks of the learner."""
+    if plan.learner_code:
+        setting = next(iter(unpickle_objects(plan.learner_code)["registered"].components))
+        raise BadInput(f"{setting}: names a function that only this process knows; use path/to/file.py:function")
+    within_s = plan.config.learner.collective_timeout_s
+    return RemoteProcesses(directory, range(1, torchrun.size), not torchrun.several_machines, within_s)
+
+
+def _remove_weights(directory: Path) -> None:
+    shutil.rmtree(directory / WEIGHTS_FOLDER, ignore_errors=True)
 
 
 @dataclass(frozen=True)

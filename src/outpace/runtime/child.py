@@ -1,8 +1,11 @@
 """Entry point of a component process: `python -m outpace.runtime.child FD PARENT`.
 
 Reads the spec from the inherited socket, builds the component, reports that it is ready and serves calls until the
-parent closes the socket. A child never outlives its parent: the kernel kills it when the parent dies, and it exits when
-the socket closes.
+socket closes. The exit code is 0 if the controller has said before that the run has ended, else 1. A child never
+outlives its parent: the kernel kills it when the parent dies, and it exits when the socket closes.
+
+The socket is one of a pair with the controller or, in a process of torchrun, a connection to it over TCP
+(`outpace.runtime.remote`). PARENT is the controller or torchrun.
 
 On SIGUSR2 the event loop, if it still runs, writes waits, tasks and thread stacks to the log. On SIGUSR1 faulthandler
 writes the stacks from C, whatever Python is doing. That reads frames without the GIL and can crash a process that is
@@ -18,7 +21,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from outpace import errors
 from outpace.runtime import components as components
@@ -35,34 +38,49 @@ STATE_REPORT_HEADER = "waits:"
 """First line of the report that is written on SIGUSR2."""
 
 
-async def run_component(fd: int) -> None:
-    """Build the component that the parent describes, and serve it until the parent closes the socket."""
+CLOSE_S = 5.0
+"""How long a component may take to close. A call that hangs, such as one that waits for another rank, would hold it up
+forever."""
+
+
+async def run_component(fd: int) -> int:
+    """Build the component that the controller describes, and serve it until the socket closes. Returns the exit
+    code."""
     asyncio.get_running_loop().set_default_executor(steady_executor())
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
-    channel = Channel(reader, writer)
+    connection = socket.socket(fileno=fd)
+    is_private = connection.family == socket.AF_UNIX
+    channel = Channel(*await asyncio.open_connection(sock=connection))
     spec = await channel.receive(components.ComponentSpec)
     if spec is None:
-        return  # the parent ended before it sent the spec
+        return 1  # the controller ended before it sent the spec
     diagnostics.set_crash_process(spec.name)
     diagnostics.crash_point("child.started")
     try:
+        if spec.code and not is_private:
+            raise errors.ComponentFailed(spec.name, "got pickled code over TCP")
         component = await components.build_component(spec, await _peers(spec))
         if spec.listen:
             await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
     except Exception as error:  # process boundary: the parent reports it as this component's failure
         channel.send(RpcFailure.of(0, error))
         await channel.finish()
-        return
+        return 1
     diagnostics.tune_gc()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _write_stacks)
     diagnostics.crash_point("child.ready")
     channel.send(RpcReply(0, b""))
     watch = asyncio.create_task(_exit_if_broken(component))
+    ended = False
     try:
-        await serve_calls(component, components.load_object(spec.protocol), channel)
+        ended = await serve_calls(component, components.load_object(spec.protocol), channel)
     finally:
         watch.cancel()
-        await components.close_component(component)
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await components.close_component(component)
+        except TimeoutError:
+            _exit(1)  # without waiting for its threads
+    return 0 if ended else 1
 
 
 async def _exit_if_broken(component: object) -> None:
@@ -96,12 +114,15 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    asyncio.run(run_component(int(sys.argv[1])))
+    _exit(asyncio.run(run_component(int(sys.argv[1]))))
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit without waiting for compute threads that may still be inside a kernel: there is nothing left to save."""
     logging.shutdown()
-    # Do not wait for compute threads that may still be inside a kernel: there is nothing left to save.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

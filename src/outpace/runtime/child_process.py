@@ -26,6 +26,7 @@ from outpace.runtime import wire
 from outpace.runtime.die_with_parent import command_dying_with_parent
 from outpace.runtime.process_tree import end_process_tree_async
 from outpace.runtime.rpc import Channel
+from outpace.runtime.torchrun import without_torchrun
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,19 @@ class ChildProcess:
         cls,
         module: str,
         *arguments: str,
-        environment: Mapping[str, str],
+        environment: dict[str, str],
         output: int | IO[Any],
         new_session: bool = False,
         max_frame: int = wire.MAX_FRAME,
     ) -> Self:
         """Start the child. Stdout and stderr go to `output`; `max_frame` limits the frames that it may send."""
         ours, theirs = socket.socketpair()
+        variables = without_torchrun(os.environ) | environment
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), *arguments,
-                    pass_fds=[theirs.fileno()], env={**os.environ, **environment}, start_new_session=new_session,
+                    pass_fds=[theirs.fileno()], env=variables, start_new_session=new_session,
                     stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 )  # fmt: skip
         except BaseException:
@@ -99,6 +101,10 @@ class ChildProcess:
         """Wait up to `within_s` for the process to end. Returns whether it has."""
         await asyncio.wait({self.ended}, timeout=within_s)
         return self.ended.done()
+
+    async def wait_end(self) -> str:
+        """Wait until the process has ended and describe how."""
+        return describe_exit(await asyncio.shield(self.ended))
 
     async def end(self, mark: str, whose: str) -> None:
         """Kill the process with everything it started. `mark` is the mark in its environment."""

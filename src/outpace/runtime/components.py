@@ -50,7 +50,7 @@ class ComponentSpec(msgspec.Struct, frozen=True):
     `protocol` are `module:name`; the factory is `async (spec, peers) -> object`.
 
     `code` holds pickled objects that cannot be imported by name (functions of `__main__` or a notebook). It is only
-    sent from a parent to its own child over a private socket, never back.
+    sent from a parent to its own child over a private socket, never back, and never to a remote process.
     """
 
     name: str
@@ -68,6 +68,7 @@ class ComponentSpec(msgspec.Struct, frozen=True):
     peer_protocol: str = "outpace.protocols:Engine"
     attempt: int = 0  # number of earlier processes of this component
     start_s: float = START_DEADLINE_S  # how long it may take to become ready
+    remote: int | None = None  # number of the process that connects and becomes this component; None: a child
 
 
 class Runtime(Protocol):
@@ -106,7 +107,9 @@ class Runtime(Protocol):
         """Return a report of what every component is doing, as far as available. Takes about a second."""
         ...
 
-    async def stop(self) -> None: ...
+    async def stop(self, finished: bool = False) -> None:
+        """Stop all components. `finished`: nothing has failed, so their processes exit with code 0."""
+        ...
 
 
 BROKEN_PREFIX = "broken down: "
@@ -184,7 +187,7 @@ class InlineRuntime:
     async def dump(self) -> str:
         return f"{diagnostics.describe_waits()}\n{diagnostics.describe_tasks()}\n{diagnostics.describe_threads()}"
 
-    async def stop(self) -> None:
+    async def stop(self, finished: bool = False) -> None:
         for component in reversed(self._components.values()):
             if component.done() and not component.cancelled():
                 await close_component(component.result())

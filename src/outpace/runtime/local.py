@@ -1,4 +1,4 @@
-"""Components as child processes on this machine.
+"""Components as child processes on this machine, or as processes that connect to this one (`outpace.runtime.remote`).
 
 A component's output goes to its log. On SIGUSR2 it writes its waits, tasks and thread stacks there, if its event loop
 still runs; on SIGUSR1 only the thread stacks, even if the loop is stuck (`outpace.runtime.child`).
@@ -7,6 +7,7 @@ Invariants
 - A child that exits for any reason after it was ready and before `stop` is added to `deaths` promptly, with the end of
   its log if that is readable. If it exits earlier, `start` or `restart` raises.
 - From its exit until its restart, every call to it raises, including the calls in flight.
+- A process that has connected ends when its connection closes. Its death is that the connection is lost.
 - `stop` first closes a child's socket, then sends SIGKILL; each wait has a timeout. Components that call others stop
   before those: a connection lost while its caller is alive is logged as a fault. The cleanup process ends what the
   children have started: immediately when a child dies, otherwise at the end of the run.
@@ -27,11 +28,12 @@ import psutil
 from outpace import errors
 from outpace.runtime import diagnostics
 from outpace.runtime.child import STATE_REPORT_HEADER, StartupReply
-from outpace.runtime.child_process import ChildProcess, describe_exit
+from outpace.runtime.child_process import ChildProcess
 from outpace.runtime.cleanup import CleanupProcess
 from outpace.runtime.components import BROKEN_PREFIX, ComponentSpec
 from outpace.runtime.process_tree import child_environment
-from outpace.runtime.rpc import DEFAULT_DEADLINE_S, RpcFailure, RpcProxy, close_proxy
+from outpace.runtime.remote import RemoteProcess, RemoteProcesses, StartOrder
+from outpace.runtime.rpc import DEFAULT_DEADLINE_S, END, RpcCall, RpcFailure, RpcProxy, close_proxy
 
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
@@ -47,25 +49,28 @@ P = TypeVar("P")
 class Component:
     """Parent side of one component, across restarts of its process."""
 
-    def __init__(self, spec: ComponentSpec, log: Path, cleanup: CleanupProcess | None) -> None:
+    def __init__(
+        self, spec: ComponentSpec, log: Path, cleanup: CleanupProcess | None, remote: RemoteProcesses | None
+    ) -> None:
         self.spec = spec
-        self.child: ChildProcess | None = None
+        self.child: ChildProcess | RemoteProcess | None = None
         self.remote: RpcProxy | None = None
         self.watcher: asyncio.Task[None] | None = None
         self._log = log
         self._cleanup = cleanup
+        self._remote = remote
         self._mark = ""  # by which the cleanup process finds what the current process has started
         self._ready = False
 
-    async def start_process(self, append: bool) -> ChildProcess:
+    async def start_process(self, append: bool) -> ChildProcess | RemoteProcess:
         """Start its process and wait until the component is ready. Kills the process on failure."""
         self._ready = False
-        environment = _environment(self.spec)
-        if self._cleanup is not None:
-            self._mark = self._cleanup.new_mark()
-            environment |= self._cleanup.marked(self._mark)
+        child: ChildProcess | RemoteProcess
         with self._open_log(append) as output:
-            child = await ChildProcess.start("outpace.runtime.child", environment=environment, output=output)
+            if self.spec.remote is None:
+                child = await self._start_child(output)
+            else:
+                child = await self._start_remote(self.spec.remote)
         self.child = child
         try:
             await self._send_spec(child)
@@ -77,11 +82,26 @@ class Component:
                 self.sweep()
         return child
 
+    async def _start_child(self, output: BinaryIO) -> ChildProcess:
+        environment = _environment(self.spec)
+        if self._cleanup is not None:
+            self._mark = self._cleanup.new_mark()
+            environment |= self._cleanup.marked(self._mark)
+        return await ChildProcess.start("outpace.runtime.child", environment=environment, output=output)
+
+    async def _start_remote(self, number: int) -> RemoteProcess:
+        assert self._remote is not None, "a runtime with remote components accepts their processes"
+        process = await self._remote.take(self.spec.name, number)
+        needed = self.spec.resources
+        start = StartOrder(needed.cpus, bool(needed.gpus), self.spec.environment, str(self._log.absolute()))
+        process.channel.send(start)
+        return process
+
     def _open_log(self, append: bool) -> BinaryIO:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         return open(self._log, "ab" if append else "wb")
 
-    async def _send_spec(self, child: ChildProcess) -> None:
+    async def _send_spec(self, child: ChildProcess | RemoteProcess) -> None:
         name = self.spec.name
         try:
             async with asyncio.timeout(self.spec.start_s):
@@ -98,19 +118,22 @@ class Component:
     async def death(self) -> errors.ComponentLost:
         """Wait until the process ends and return the cause."""
         assert self.child is not None, "it has been started"
-        how, tail = describe_exit(await asyncio.shield(self.child.ended)), self._tail()
+        how, tail = await self.child.wait_end(), self._tail()
         _, broken_down, why = tail.rpartition("\n")[2].partition(BROKEN_PREFIX)
         return errors.ComponentLost(self.spec.name, why if broken_down else how, tail)
 
     def sweep(self) -> None:
-        """End everything that its process has started."""
-        if self._cleanup is not None:
+        """End everything that its process has started on this machine."""
+        if self._cleanup is not None and self._mark:
             self._cleanup.sweep(self._mark)
 
-    async def stop(self) -> None:
-        """Close the channel, which makes the process exit; kill it if it does not."""
+    async def stop(self, finished: bool = False) -> None:
+        """Close the channel, which makes the process exit; kill it if it does not. `finished`: tell it that the run has
+        ended."""
         if self.watcher is not None:
             self.watcher.cancel()
+        if self.child is not None and self._ready and finished:
+            self.child.channel.send(RpcCall(0, END, b""))
         close_proxy(self.remote)
         if self.child is None:
             return
@@ -119,8 +142,10 @@ class Component:
             self.child.kill()
             await self.child.gone(STOP_DEADLINE_S)
 
-    async def dump_state(self, child: ChildProcess) -> str:
+    async def dump_state(self, child: ChildProcess | RemoteProcess) -> str:
         """Return the waits, tasks and thread stacks that its process writes to its log on a signal."""
+        if isinstance(child, RemoteProcess):
+            return f"{self.spec.name}: {child.where}; SIGUSR2 there writes its stacks to {self._log}"
         state = self._state(child)
         if state != "running":
             return f"{self.spec.name} (process {child.pid}) is {state}"
@@ -178,17 +203,26 @@ def _environment(spec: ComponentSpec) -> dict[str, str]:
 class LocalRuntime:
     """Starts components as `python -m outpace.runtime.child`, watches, restarts and stops them."""
 
-    def __init__(self, logs: Path, append: bool = False, cleanup: CleanupProcess | None = None) -> None:
-        """`append` keeps the logs of an earlier start of the same run."""
+    def __init__(
+        self,
+        logs: Path,
+        append: bool = False,
+        cleanup: CleanupProcess | None = None,
+        remote: RemoteProcesses | None = None,
+    ) -> None:
+        """`append` keeps the logs of an earlier start of the same run. `remote` are the processes of components that
+        are not children."""
         self._logs = logs
         self._append = append
         self._cleanup = cleanup
+        self._remote = remote
         self._components: dict[str, Component] = {}
         self._stopping = False
         self.deaths: asyncio.Queue[errors.ComponentFailed] = asyncio.Queue()
 
     async def start(self, protocol: type[P], spec: ComponentSpec) -> P:
-        component = self._components[spec.name] = Component(spec, self._logs / f"{spec.name}.log", self._cleanup)
+        log = self._logs / f"{spec.name}.log"
+        component = self._components[spec.name] = Component(spec, log, self._cleanup, self._remote)
         child = await self._start_process(component, self._append)
         component.remote = RpcProxy(protocol, child.channel, spec.name, DEFAULT_DEADLINE_S)
         return cast(P, component.remote)
@@ -224,14 +258,14 @@ class LocalRuntime:
         dumps = await asyncio.gather(*(component.dump_state(child) for component, child in started))
         return "\n\n".join([f"controller:\n{diagnostics.describe_waits()}\n{diagnostics.describe_tasks()}", *dumps])
 
-    async def stop(self) -> None:
+    async def stop(self, finished: bool = False) -> None:
         self._stopping = True
         callers_first = sorted(self._components.values(), key=_stop_order)
         for _, components in itertools.groupby(callers_first, key=_stop_order):
-            await asyncio.gather(*(component.stop() for component in components))
+            await asyncio.gather(*(component.stop(finished) for component in components))
         self._components.clear()
 
-    async def _start_process(self, component: Component, append: bool) -> ChildProcess:
+    async def _start_process(self, component: Component, append: bool) -> ChildProcess | RemoteProcess:
         child = await component.start_process(append)
         if self._stopping:
             raise errors.ComponentFailed(component.spec.name, "was stopped")

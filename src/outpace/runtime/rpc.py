@@ -134,6 +134,9 @@ RpcFrame = RpcCall | RpcReply | RpcFailure
 PING = "ping"
 """A call that every serving loop answers itself."""
 
+END = "end"
+"""A call that ends the serving loop. Without it the caller has failed, or has lost its connection."""
+
 
 READ_BYTES = 1 << 20
 
@@ -332,16 +335,19 @@ def _copy(error: errors.ComponentFailed) -> errors.ComponentFailed:
     return type(error)(error.component, error.message, error.remote_traceback)
 
 
-async def serve_calls(target: object, protocol: type, channel: Channel) -> None:
-    """Serve calls to `target` until the other side is gone."""
+async def serve_calls(target: object, protocol: type, channel: Channel) -> bool:
+    """Serve calls to `target` until the other side is gone. Returns whether it said `END` before."""
     running: set[asyncio.Task[None]] = set()
     try:
         while (frame := await channel.receive()) is not None:
             if not isinstance(frame, RpcCall):
                 continue
+            if frame.method == END:
+                return True
             task = asyncio.create_task(_answer(target, protocol, channel, frame))
             running.add(task)
             task.add_done_callback(running.discard)
+        return False
     finally:
         for task in running:
             task.cancel()
@@ -372,17 +378,25 @@ def _reply(channel: Channel, message: RpcReply | RpcFailure) -> None:
 log = logging.getLogger(__name__)
 
 
+TOKEN_S = 10.0
+"""How long a peer may take to send its token."""
+
+
+async def check_token(channel: Channel, token: str) -> None:
+    """Receive the first frame of a peer. Raises `WireError` unless it is the token, `TimeoutError` if it is late."""
+    async with asyncio.timeout(TOKEN_S):
+        offered = await channel.receive(str)
+    if not isinstance(offered, str) or not hmac.compare_digest(offered.encode(), token.encode()):
+        raise WireError("a missing or wrong token")
+
+
 async def listen(path: str, token: str, target: object, protocol: type) -> asyncio.Server:
     """Serve calls to `target` on a Unix socket, for peers that send the token first."""
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
         try:
-            async with asyncio.timeout(10):
-                offered = await channel.receive(str)
-            if not isinstance(offered, str) or not hmac.compare_digest(offered, token):
-                log.warning("rejected a connection with a missing or wrong token")
-                return
+            await check_token(channel, token)
             await serve_calls(target, protocol, channel)
         except asyncio.CancelledError:
             return  # the process is ending; re-raised, asyncio would log it as an error

@@ -394,18 +394,21 @@ def _buffer_of(data: Tensor) -> memoryview:
 def build_snapshot_writer(
     config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
 ) -> WeightWriter[Any]:
-    """Return a writer into GPU memory (CUDA IPC) or shared memory, for weights on `device`, sharded over `ranks`.
+    """Return a writer into GPU memory (CUDA IPC), shared memory or, for ranks on several machines, files on disk.
+    `device` has the weights, sharded over `ranks`.
 
     Adapters and deltas are read from files, so they always use shared memory."""
     # These import the buffers of this module.
     from outpace.weights.cuda_ipc import DeviceSnapshotWriter
-    from outpace.weights.sharded_snapshots import ShardedSnapshotWriter
+    from outpace.weights.sharded_snapshots import ShardedSnapshotWriter, SharedFolderWriter
 
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     in_files = config.lora.rank > 0 or config.weights.delta
     if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files and ranks is None:
         return DeviceSnapshotWriter(device, incarnation, dtype)
     deltas = Path(config.weights.dir or directory) if config.weights.delta else None
+    if ranks is not None and ranks.several_machines:
+        return SharedFolderWriter(directory, incarnation, dtype, ranks)
     if ranks is not None:
         return ShardedSnapshotWriter(directory, incarnation, dtype, deltas, ranks)
     return SnapshotWriter(directory, incarnation, dtype, deltas)

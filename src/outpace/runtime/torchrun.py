@@ -1,0 +1,66 @@
+"""The processes that torchrun starts, on one machine or several, as it describes them in environment variables.
+
+Rank 0 is the controller. Every other process becomes one rank of the learner (`outpace.run.torchrun_rank`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from outpace.errors import BadInput
+
+RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Only torchrun sets this variable; others, such as RANK, are also set by other launchers."""
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE")
+_PREFIX = "TORCHELASTIC_"
+
+
+@dataclass(frozen=True)
+class TorchrunProcess:
+    """This process among all that torchrun has started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # processes on this machine
+    master: str  # address of the machine of rank 0
+    store_port: int  # of torchrun's TCPStore on that machine
+
+    @property
+    def several_machines(self) -> bool:
+        return self.local_size < self.size
+
+
+def torchrun_process(environment: Mapping[str, str] = os.environ) -> TorchrunProcess | None:
+    """Return this process's place, None if torchrun has not started it, or has started only one."""
+    if RUN_ID not in environment or environment.get("WORLD_SIZE") == "1":
+        return None
+    try:
+        rank, local_rank, size, local_size = (int(environment[name]) for name in _VARIABLES[:4])
+        return TorchrunProcess(
+            rank, size, local_rank, local_size, environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        )
+    except (KeyError, ValueError) as error:
+        raise BadInput(f"{RUN_ID}: is set, as by torchrun, but not all of {', '.join(_VARIABLES)}: {error}") from None
+
+
+def refuse_torchrun(what: str) -> None:
+    """Raise `BadInput` if torchrun has started this process beside others: each would do the same."""
+    if torchrun_process() is not None:
+        raise BadInput(f"{what}: start this without torchrun; only `outpace train` divides its work among processes")
+
+
+def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those of torchrun: a child is not one of its processes, and torch in it would take
+    the store of a process group for torchrun's."""
+    if RUN_ID not in environment:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in (*_VARIABLES, *_OTHERS) and not name.startswith(_PREFIX)
+    }
