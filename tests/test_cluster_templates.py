@@ -33,11 +33,20 @@ RECORD = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["RECORD"], "a") as record:
     record.write(json.dumps(sys.argv[1:]) + "\\n")
+if "TORCHRUN" in os.environ:
+    open(os.environ["RECORD"] + ".torchrun", "w").write(os.environ["TORCHRUN"])
 """
 STAND_INS = {
     "outpace": RECORD,
     "scontrol": '#!/bin/bash\nfor index in $(seq 1 "$NODES"); do echo "node$index"; done\n',
-    "srun": '#!/bin/bash\nwhile [ "$1" != outpace ]; do shift; done\n"$@"\nexec sleep 60\n',
+    "srun": '#!/bin/bash\nuntil [ "$1" = outpace ] || [ "$1" = bash ]; do shift; done\n'
+    'SLURM_PROCID=0 "$@"\n[ "$1" = bash ] || exec sleep 60\n',
+    "torchrun": f"""#!{sys.executable}
+import os, sys
+module = sys.argv.index("-m")
+os.environ["TORCHRUN"] = " ".join(sys.argv[1:module])
+os.execvp("outpace", sys.argv[module + 1 :])
+""",
     "curl": '#!/bin/bash\nuntil grep -q serve "$RECORD"; do sleep 0.1; done 2>/dev/null\n',
 }
 
@@ -83,7 +92,8 @@ def shown(assignments: list[GpuAssignment]) -> list[str]:
 
 
 def test_there_are_templates_for_slurm_skypilot_docker_and_one_node() -> None:
-    assert {path.name for path in SCRIPTS} == {"one_node.sh", "slurm_one_node.sh", "slurm_many_nodes.sh"}
+    names = {"one_node.sh", "torchrun.sh", "slurm_one_node.sh", "slurm_many_nodes.sh"}
+    assert {path.name for path in SCRIPTS} == names
     assert (CLUSTER / "Dockerfile").exists()
 
 
@@ -141,6 +151,52 @@ def test_on_many_nodes_the_first_trains_and_the_others_sample(
     placement = assign_gpus(config, EIGHT)
     assert shown(placement.learners) == EIGHT
     assert placement.transport == "files"
+
+
+def torchrun_of(tmp_path: Path) -> dict[str, str]:
+    """The options that a script has given to torchrun."""
+    words = (tmp_path / "record.torchrun").read_text().split()
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_torchrun_on_one_node_starts_a_process_for_every_gpu_of_the_learner(tmp_path: Path) -> None:
+    (words,) = commands_of("bash examples/cluster/torchrun.sh", tmp_path, NODES="1")
+    options, config = torchrun_of(tmp_path), resolve(config_of(words))
+    assert (options["--nnodes"], options["--nproc-per-node"]) == ("1", "4")
+    assert config.learner.devices == 4
+    assert shown(assign_gpus(config, EIGHT, ranks=4).engines) == ["4", "5", "6", "7"]
+
+
+def test_torchrun_on_several_nodes_uses_the_servers_of_others(tmp_path: Path) -> None:
+    (words,) = commands_of(
+        "bash examples/cluster/torchrun.sh", tmp_path, NODES="2", ENDPOINT="node1:29500", URLS="http://node3:8000"
+    )
+    options, config = torchrun_of(tmp_path), resolve(config_of(words))
+    assert (options["--nnodes"], options["--nproc-per-node"]) == ("2", "8")
+    assert options["--rdzv-endpoint"] == "node1:29500"
+    assert config.learner.devices == 16
+    placement = assign_gpus(config, EIGHT, ranks=8)
+    assert shown(placement.learners) == EIGHT
+    assert placement.transport == "files"
+
+
+def test_a_second_start_with_torchrun_continues_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").touch()
+    (words,) = commands_of("bash examples/cluster/torchrun.sh", tmp_path, NODES="1")
+    assert words == ["train", "--resume", str(run), "--learner.devices", "4"]
+    assert_parses(words)
+
+
+def test_on_many_nodes_the_learner_can_have_several(tmp_path: Path) -> None:
+    script = "bash examples/cluster/slurm_many_nodes.sh"
+    _, train = sorted(commands_of(script, tmp_path, NODES="8", LEARNER_NODES="2"), key=lambda words: words[0])
+    options, config = torchrun_of(tmp_path), resolve(config_of(train))
+    assert (options["--nnodes"], options["--nproc-per-node"], options["--node-rank"]) == ("2", "8", "0")
+    assert options["--master-addr"] == "node1"
+    assert config.learner.devices == 16
+    assert config.engine.urls == [f"http://node{node}:8000" for node in range(3, 9)]
 
 
 def test_a_second_start_on_many_nodes_continues_the_run_with_the_servers_of_this_job(tmp_path: Path) -> None:

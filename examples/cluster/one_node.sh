@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on one node with 8 GPUs, or continue the run if it was started before. Run it in the checkout:
 #   bash examples/cluster/one_node.sh
-# outpace starts all processes itself, the ranks of the learner too: there is no torchrun.
+# outpace starts all processes itself, the ranks of the learner too. torchrun.sh does the same with torchrun.
 set -euo pipefail
 
 run=${RUN:-runs/one_node}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Two nodes or more with 8 GPUs each: the learner on the first, vLLM servers on the others. Submit it in the checkout,
-# with `outpace` on the path of every node:
-#   sbatch examples/cluster/slurm_many_nodes.sh               # 16 GPUs
-#   sbatch --nodes=8 examples/cluster/slurm_many_nodes.sh     # 64 GPUs
+# Two nodes or more with 8 GPUs each: the learner on the first ones, vLLM servers on the others. Submit it in the
+# checkout, with `outpace` and `torchrun` on the path of every node:
+#   sbatch examples/cluster/slurm_many_nodes.sh                                  # 16 GPUs, 8 of them for the learner
+#   LEARNER_NODES=2 sbatch --nodes=8 examples/cluster/slurm_many_nodes.sh        # 64 GPUs, 16 of them for the learner
 # The checkout and the environments must be in a folder that all nodes share. A job that is submitted again continues
 # the run. Anyone who can reach the servers can change their weights: use this on a private network only.
 #SBATCH --job-name=outpace
@@ -21,11 +21,13 @@ run=${RUN:-runs/many_nodes}
 vllm=${VLLM_PYTHON:-$HOME/vllm/bin/python}
 weights=${WEIGHTS_DIR:-$PWD/weights} # shared by all nodes; every server gets its own copy of the weights here
 tensor=${TENSOR_PARALLEL:-8}
+learners=${LEARNER_NODES:-1} # nodes of the learner
 port=8000
 count=$((8 / tensor)) # servers per node
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-server_nodes=("${nodes[@]:1}")
+learner_nodes=("${nodes[@]:0:learners}")
+server_nodes=("${nodes[@]:learners}")
 
 # Servers: one `outpace serve` per node, which stops its servers when it gets SIGTERM.
 srun --nodes="${#server_nodes[@]}" --ntasks="${#server_nodes[@]}" --nodelist="$(IFS=, && echo "${server_nodes[*]}")" \
@@ -47,15 +49,26 @@ for url in "${urls[@]}"; do
   done
 done
 
-# The learner and everything else, on this node, the first one. The servers may be on other nodes than last time.
+# The learner and everything else, on this node, the first one, or with torchrun on the first ones: then this one has rank
+# 0, which is the controller. The servers may be on other nodes than last time.
 arguments=("$config" --run.dir "$run")
 if [ -e "$run/config.toml" ]; then
   arguments=(--resume "$run")
 fi
 mkdir -p "$weights"
-outpace train "${arguments[@]}" --engine.urls "$(IFS=, && echo "${urls[*]}")" --weights.dir "$weights" &
+arguments+=(--engine.urls "$(IFS=, && echo "${urls[*]}")" --weights.dir "$weights" --learner.devices $((8 * learners)))
+if [ "$learners" -gt 1 ]; then
+  # shellcheck disable=SC2016 # every task expands its own SLURM_PROCID
+  srun --nodes="$learners" --ntasks="$learners" --nodelist="$(IFS=, && echo "${learner_nodes[*]}")" \
+    bash -c 'exec torchrun --node-rank "$SLURM_PROCID" "$@"' bash --nnodes "$learners" --nproc-per-node 8 \
+    --master-addr "${nodes[0]}" --master-port 29500 -m outpace train "${arguments[@]}" &
+else
+  outpace train "${arguments[@]}" &
+fi
 trainer=$!
-trap 'kill -TERM "$trainer"' TERM # before the time limit: outpace writes a checkpoint and exits
+# Before the time limit the controller writes a checkpoint and exits. A signal to srun would also reach torchrun, which
+# kills its processes after 30 s.
+trap 'kill -TERM "$(cat "$run/run.lock")"' TERM
 
 wait "$trainer" || true # a signal ends this wait early
 wait "$trainer"
