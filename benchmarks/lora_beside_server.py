@@ -123,7 +123,7 @@ class GpuMemory(threading.Thread):
             used = _smi("--query-gpu=memory.used")
             self.largest_gb = max([self.largest_gb, *(float(each[0]) * 2**20 / 1e9 for each in used)])
             for name, memory in _smi("--query-compute-apps=process_name,used_memory"):
-                if "vllm" not in name.lower():
+                if "vllm" not in name.lower() and memory.isdigit():
                     self.learner_gb = max(self.learner_gb, float(memory) * 2**20 / 1e9)
 
     def stop(self) -> None:
