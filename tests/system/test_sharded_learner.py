@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +48,15 @@ def test_engines_have_the_weights_that_four_ranks_publish(tmp_path: Path, lora: 
     found = measure(tmp_path / "run", ["--learner.devices=4"])
     assert [result.agrees for result in found.values()] == [True]
     assert all(result.mean < 1e-4 for result in found.values())
+
+
+@pytest.mark.nightly
+def test_two_learner_processes_learn_the_demo_like_one(tmp_path: Path) -> None:
+    demo = tomllib.loads((Path(__file__).parents[2] / "examples" / "demo.toml").read_text())
+    ends = []
+    for devices in (1, 2):
+        settings = {**demo, "run.dir": str(tmp_path / str(devices)), "learner.devices": devices}
+        summary = api.Trainer(config=settings, quiet=True).train()
+        assert summary.eval_last is not None
+        ends.append(summary.eval_last)
+    assert ends[1] == pytest.approx(ends[0], abs=0.05)  # seeds differ by 0.01
