@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 
 import outpace
@@ -110,11 +111,9 @@ def reported_group(group: int, outcome: Outcome, *rewards: float) -> GroupReport
         log.log_metric("env/ratio", value, group + 1)
     log.log_metric("env/mean", float("inf"))
     episodes = [Episode([], rewards={"correct": reward}, reward=reward) for reward in rewards]
-    report = GroupReport(
-        group, f"t{group}", outcome, rewards=list(rewards), episodes=len(rewards), tokens_sampled=10,
-        measured=measure(episodes, log, EvalConfig().is_solved),
-    )  # fmt: skip
-    return wire.decode(wire.encode(report), GroupReport)
+    report = GroupReport(group, f"t{group}", outcome, rewards=list(rewards), episodes=len(rewards), tokens_sampled=10)
+    measured = measure(episodes, report, log, EvalConfig().is_solved)
+    return wire.decode(wire.encode(msgspec.structs.replace(report, measured=measured)), GroupReport)
 
 
 async def test_rules_hold_over_three_workers_four_chunks_and_a_resume(tmp_path: Path, own_metrics: None) -> None:
@@ -179,7 +178,9 @@ async def test_an_undeclared_metric_is_averaged_and_named_once_on_the_console(
     for group in range(2):
         reported = MetricLog()
         reported.log_metric("colour", group)
-        report = GroupReport(group, "t", "filtered", measured=measure([], reported, EvalConfig().is_solved))
+        report = GroupReport(group, "t", "filtered")
+        measured = measure([], report, reported, EvalConfig().is_solved)
+        report = msgspec.structs.replace(report, measured=measured)
         recorder.finalized(1, [(UntrainedVisit(group, 0, "filtered"), report)], accounted=group + 1)
     log.close()
     assert capsys.readouterr().out.count("colour") == 1

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outpace.errors import BadInput, RequestFailed
-from outpace.models.chat import PLACEHOLDER, Bridge, as_messages, as_text, bridge, render
+from outpace.models.chat import PLACEHOLDER, Bridge, as_messages, as_text, bridge, render, text_decoder
 from outpace.models.loading import load_tokenizer
 
 TEMPLATE = """\
@@ -196,3 +196,11 @@ def test_arguments_of_the_template_are_its_variables() -> None:
     template = "{{ messages[0].content }}{% if loud %}!{% endif %}{{ name }}"
     given.chat_template = str(given.chat_template).replace(str(plain.chat_template), template)
     assert given.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == 'hi!a"b'
+
+
+@settings(deadline=None, max_examples=20)
+@given(ids=st.lists(st.integers(0, 256), max_size=12), cleans_up=st.booleans(), special=st.booleans())
+def test_decoded_text_is_that_of_the_tokenizer(ids: list[int], cleans_up: bool, special: bool) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = cleans_up
+    assert text_decoder(tokenizer, special)(ids) == tokenizer.decode(ids, skip_special_tokens=not special)

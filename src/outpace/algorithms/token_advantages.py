@@ -70,7 +70,7 @@ class Attempt:
     @property
     def total_return(self) -> float:
         """The undiscounted return of the attempt."""
-        return self.reward + float(np.add.reduce(self.rewards_T))
+        return self.reward + (float(np.add.reduce(self.rewards_T)) if np.count_nonzero(self.rewards_T) else 0.0)
 
     def turn_returns(self, gamma: float) -> Doubles:
         """Return from each turn on, discounted per turn."""
@@ -363,20 +363,21 @@ def trajectory_problem(trajectory: Trajectory, min_version: Version = 0) -> str 
     Tokens sampled before `min_version` would exceed the staleness bound."""
     tokens, mask, logprobs, versions = trajectory.tokens, trajectory.mask, trajectory.logprobs, trajectory.versions
     columns = (tokens, mask, logprobs, versions)
-    if not all(isinstance(column, np.ndarray) and column.ndim == 1 for column in columns):
-        return "its columns must be one-dimensional arrays"
+    for column in columns:
+        if not isinstance(column, np.ndarray) or column.ndim != 1:
+            return "its columns must be one-dimensional arrays"
     if not len(tokens) == len(mask) == len(logprobs) == len(versions):
         return f"its columns differ in length: {', '.join(str(len(column)) for column in columns)}"
     if mask.dtype != np.bool_:
         return f"its mask has dtype {mask.dtype}, not bool"
     versions_T = versions[mask]
-    if not np.logical_and.reduce(np.isfinite(logprobs[mask])):
+    if np.count_nonzero(np.isfinite(logprobs[mask])) < len(versions_T):
         return "a sampled token has no finite logprob"
-    oldest = np.minimum.reduce(versions_T) if len(versions_T) else min_version
-    if oldest < 0:
-        return "a sampled token has no version"
-    if oldest < min_version:
-        return f"a sampled token has version {int(oldest)}, older than the min_version {min_version} of its group"
+    if np.count_nonzero(versions_T < max(min_version, 0)):
+        oldest = int(versions_T.min())
+        if oldest < 0:
+            return "a sampled token has no version"
+        return f"a sampled token has version {oldest}, older than the min_version {min_version} of its group"
     return _reward_problem(trajectory)
 
 

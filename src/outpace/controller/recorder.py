@@ -212,7 +212,7 @@ class Recorder:
         totals = to_metrics.finalized_totals((visit.outcome, report) for visit, report in finalized)
         if rerolls := _rerolls(finalized):
             self._meter.add("reroll/visits", rerolls)
-            totals["reroll/visits"] = to_metrics.single("sum", rerolls)
+            totals["reroll/visits"] = to_metrics.aggregated("sum", [(rerolls, 1.0)])
         self.log.batch(version, version, [], [visit for visit, _ in finalized], accounted, failures, totals)
 
     def _record_groups(self, reports: Iterable[GroupReport | None]) -> list[Failure]:

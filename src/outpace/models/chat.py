@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +38,21 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
     if system and not has_system:
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def text_decoder(tokenizer: Any, special_tokens: bool) -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes token ids, with or without special tokens.
+
+    Where transformers only wraps the tokenizer's library, it is called directly: the wrapper takes as long again."""
+    from transformers import PreTrainedTokenizerFast
+
+    kind, fast, skip = type(tokenizer), PreTrainedTokenizerFast, not special_tokens
+    only_wraps = issubclass(kind, fast) and (kind.decode, kind._decode) == (fast.decode, fast._decode)
+    if only_wraps and (special_tokens or not tokenizer.clean_up_tokenization_spaces):
+        backend = tokenizer.backend_tokenizer
+        return lambda tokens: str(backend.decode(list(tokens), skip_special_tokens=skip))
+    cleaning = {"clean_up_tokenization_spaces": False} if special_tokens else {}
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=skip, **cleaning))
 
 
 def render(

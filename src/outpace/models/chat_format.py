@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from outpace.errors import BadInput, RequestFailed, one_line
-from outpace.models.chat import NO_KWARGS, PLACEHOLDER, Bridge, Schema, TemplateKwargs, bridge, render
+from outpace.models.chat import NO_KWARGS, PLACEHOLDER, Bridge, Schema, TemplateKwargs, bridge, render, text_decoder
 from outpace.runtime.references import closest_names
 from outpace.types import Ints, Message, ToolCall
 
@@ -73,6 +73,7 @@ class ChatFormat(ABC):
 
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
+        self._decode = {special: text_decoder(tokenizer, special) for special in (False, True)}
         self.stop_ids = tuple(stop_ids)
 
     @abstractmethod
@@ -102,7 +103,7 @@ class ChatFormat(ABC):
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         """Return the text, by default without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special_tokens))
+        return self._decode[special_tokens](tokens)
 
     def encode(self, text: str, opens: bool = False) -> list[int]:
         """Return the ids of plain text. `opens`: with the special tokens that a text begins with."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -54,16 +54,24 @@ RENAMED_METRICS = {
 """Metrics of outpace 0.1 that have a new name. `outpace migrate` renames them in `metrics.jsonl`."""
 
 
-def single(rule: str, value: float, weight: float = 1.0) -> Aggregate:
-    """Return the aggregate of one value. For a ratio, `value` is the numerator and `weight` the denominator."""
+def aggregated(rule: str, values: list[tuple[float, float]]) -> Aggregate:
+    """Return the aggregate of values with their weights. For a ratio, they are numerators and denominators."""
     match rule:
-        case "min" | "max" | "last":
-            return Aggregate(rule, value=value)
-        case "ratio":
-            return Aggregate(rule, weight=weight, total=value)
-        case "sum" | "mean" | "std":
-            return Aggregate(rule, weight=weight, total=value * weight)
-    return Aggregate(rule, values=[(value, weight)])
+        case "min":
+            return Aggregate(rule, value=min(value for value, _ in values))
+        case "max":
+            return Aggregate(rule, value=max(value for value, _ in values))
+        case "last":
+            return Aggregate(rule, value=values[-1][0])
+        case "sum" | "mean" | "std" | "ratio":
+            weight = sum(weight for _, weight in values)
+            total = sum(value if rule == "ratio" else value * weight for value, weight in values)
+            found = Aggregate(rule, weight=weight, total=total)
+            if rule == "std" and len(values) > 1:
+                distances = [(value - total / weight, share) for value, share in values]
+                found.squares = sum(distance * distance * share for distance, share in distances)
+            return found
+    return Aggregate(rule, values=values if len(values) <= MAX_VALUES else _thinned(values))
 
 
 def merge(into: Aggregate, other: Aggregate) -> None:
@@ -155,16 +163,23 @@ class Meter:
             return
         assert weight >= 0, f"{name}: weight {weight}"
         known, value, weight = self._aggregates.get(name), float(value), float(weight)
-        rule = self._rule(name) if known is None else known.rule
-        if not weight and rule != "ratio":
-            return
-        if known is None:
-            self._aggregates[name] = single(rule, value, weight)
-        elif rule in ("sum", "mean"):  # the most frequent rules, without another object
+        if known is not None and known.rule in ("sum", "mean"):  # the most frequent rules, without another object
             known.weight += weight
             known.total += value * weight
         else:
-            merge(known, single(rule, value, weight))
+            self.add_all(name, [(value, weight)])
+
+    def add_all(self, name: str, values: Sequence[tuple[float, float]]) -> None:
+        """Add values with their weights, as `add` does."""
+        known = self._aggregates.get(name)
+        rule = self._rule(name) if known is None else known.rule
+        finite = [
+            (float(value), float(weight)) for value, weight in values if math.isfinite(value) and math.isfinite(weight)
+        ]
+        self._dropped += len(values) - len(finite)
+        weighted = finite if rule == "ratio" else [pair for pair in finite if pair[1]]
+        if weighted:
+            self._merge(name, aggregated(rule, weighted))
 
     def add_counts(self, name: str, counts: Mapping[int, int]) -> None:
         """Add a histogram (value -> count) as `name/mean`, `name/p95` and `name/max`."""
@@ -183,8 +198,11 @@ class Meter:
 
     def collect(self, log: MetricLog) -> None:
         """Add what user code has reported, and take it out of the log."""
+        by_name: dict[str, list[tuple[float, float]]] = {}
         for name, value, weight in log.take():
-            self.add(name, value, weight)
+            by_name.setdefault(name, []).append((value, weight))
+        for name, values in by_name.items():
+            self.add_all(name, values)
         self._dropped += log.dropped
         log.dropped = 0
 
@@ -192,7 +210,7 @@ class Meter:
         """Return the aggregates, without exact values, and reset."""
         taken, self._aggregates = self._aggregates, {}
         if self._dropped:
-            taken[NAN_METRICS] = single("sum", self._dropped)
+            taken[NAN_METRICS] = aggregated("sum", [(self._dropped, 1.0)])
             self._dropped = 0
         return taken
 
@@ -257,9 +275,9 @@ def record_group(meter: Meter, report: GroupReport) -> None:
     meter.add("groups/seconds", report.seconds)
     meter.add(f"groups/{report.outcome}", 1)
     meter.add("faults/failed_episodes", report.failed_episodes)
-    for reward in report.rewards:
-        meter.add("reward/mean", reward)
-        meter.add("reward/std", reward)
+    rewards = [(reward, 1.0) for reward in report.rewards]
+    meter.add_all("reward/mean", rewards)
+    meter.add_all("reward/std", rewards)
     if report.episodes and not report.supplied:
         meter.add("completions/mean_length", report.tokens_sampled, report.episodes)
     if report.episodes:

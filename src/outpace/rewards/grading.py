@@ -28,6 +28,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any, cast
 
 import msgspec
@@ -278,7 +279,17 @@ def _call_with_copies(function: Reward, given: dict[str, list[Any]]) -> Any:
 def _copy_containers(value: Any) -> Any:
     """Deep-copy lists and dicts, so that a function cannot change what other functions or the saved rollouts see.
     Other objects, such as environments, are passed as they are."""
-    return deepcopy(value) if type(value) in (list, dict) else value
+    return _copy(value) if type(value) in (list, dict) else value
+
+
+def _copy(value: Any) -> Any:
+    """Deep-copy JSON values several times as fast as `deepcopy`, which is used for any others within them."""
+    kind = type(value)
+    if kind is dict:
+        return {key: _copy(each) for key, each in value.items()}
+    if kind is list:
+        return [_copy(each) for each in value]
+    return value if kind in (str, int, float, bool, NoneType) else deepcopy(value)
 
 
 async def _score_each(call: _Call, score: Callable[[_Call], Coroutine[Any, Any, Scores]]) -> Scores:

@@ -77,7 +77,7 @@ def score_group(episodes: list[Episode], rules: ScoringRules) -> ScoredGroup:
     trained = [
         row
         for row in _with_advantages(rows, succeeded, rules.credit)
-        if row.mask.any() and _is_trained_on(succeeded[row.episode], rules.filter)
+        if np.count_nonzero(row.mask) and _is_trained_on(succeeded[row.episode], rules.filter)
     ]
     if not trained:
         return ScoredGroup("filtered", "every attempt was truncated or is too long to train on", [])
@@ -170,15 +170,15 @@ def build_report(
     """Build the report sent to the controller: metadata and example episodes, but no training rows."""
     succeeded = [episode for episode in episodes if episode.error is None]
     oldest, newest = version_range(kept for episode in succeeded for kept in episode.trajectories)
-    decode = clients[0].decode
+    parts, decode = [_parts(episode) for episode in succeeded], clients[0].decode
     return GroupReport(
         group=order.group,
         task_id=task.id,
         outcome=verdict.outcome,
         reason=verdict.reason,
         rewards=[total_return(episode) for episode in succeeded],
-        reward_parts=_means([_parts(episode) for episode in succeeded]),
-        parts=[_parts(episode) for episode in succeeded] if order.heldout else [],
+        reward_parts={name: sum(values) / len(values) for name, values in _by_name(parts).items()},
+        parts=parts if order.heldout else [],
         episodes=len(succeeded),
         failed_episodes=len(episodes) - len(succeeded),
         tokens_sampled=count_sampled_tokens(clients),
@@ -192,8 +192,10 @@ def build_report(
     )
 
 
-def measure(episodes: list[Episode], log: MetricLog, is_solved: Callable[[float], bool]) -> dict[str, Aggregate]:
-    """Return the metrics of a group: what was reported in `log`, and what its successful episodes give.
+def measure(
+    episodes: list[Episode], report: GroupReport, log: MetricLog, is_solved: Callable[[float], bool]
+) -> dict[str, Aggregate]:
+    """Return the metrics of a group: what was reported in `log`, and what its successful episodes and its report give.
     `is_solved` says whether an episode with a return has solved the task."""
     meter = Meter()
     meter.collect(log)
@@ -201,12 +203,14 @@ def measure(episodes: list[Episode], log: MetricLog, is_solved: Callable[[float]
     for episode in succeeded:
         for name, value in episode.metrics.items():
             meter.add(full_name(name), value)
-        for function, reward in _parts(episode).items():
-            meter.add(f"reward/{function}", reward)
-            meter.add(f"reward/{function}/std", reward)
-        meter.add(SWAPPED, _swapped_fraction(episode))
+    for function, rewards in _by_name([_parts(episode) for episode in succeeded]).items():
+        values = [(reward, 1.0) for reward in rewards]
+        meter.add_all(f"reward/{function}", values)
+        meter.add_all(f"reward/{function}/std", values)
+    one_version = report.oldest == report.newest
+    meter.add_all(SWAPPED, [(0.0 if one_version else _swapped_fraction(episode), 1.0) for episode in succeeded])
     if succeeded:
-        solved = [is_solved(total_return(episode)) for episode in succeeded]
+        solved = [is_solved(returned) for returned in report.rewards]
         meter.add("groups/solve_all", all(solved))
         meter.add("groups/solve_none", not any(solved))
     return meter.take()
@@ -231,7 +235,7 @@ def count_sampled_tokens(clients: list[PolicyClient]) -> int:
 def _swapped_fraction(episode: Episode) -> float:
     sampled = [trajectory.versions[trajectory.mask] for trajectory in episode.trajectories]
     versions = [each for each in sampled if len(each)]
-    return sum(float(np.minimum.reduce(v) != np.maximum.reduce(v)) for v in versions) / max(len(versions), 1)
+    return sum(np.count_nonzero(v != v[0]) > 0 for v in versions) / max(len(versions), 1)
 
 
 def _parts(episode: Episode) -> dict[str, float]:
@@ -247,11 +251,10 @@ def _role_rewards(episode: Episode) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in rewards.items()}
 
 
-def _means(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each value over the episodes that report it."""
+def _by_name(measured: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """Return the values of the episodes that report them, by name."""
     names = sorted({name for values in measured for name in values})
-    by_name = {name: [values[name] for values in measured if name in values] for name in names}
-    return {name: sum(values) / len(values) for name, values in by_name.items()}
+    return {name: [values[name] for values in measured if name in values] for name in names}
 
 
 def _views(

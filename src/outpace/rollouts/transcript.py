@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 import msgspec
 import numpy as np
 
 from outpace.errors import ComponentFailed
-from outpace.types import OBSERVED, Bools, Generation, Ints, Trajectory
+from outpace.types import OBSERVED, Generation, Ints, Trajectory
 
 OBSERVATION = "observation"
 """Source of text that is not a chat message."""
@@ -30,8 +30,9 @@ class TrajectoryBuilder:
     """Builds a trajectory by appending. Sampled ids are kept verbatim, with their logprobs and versions."""
 
     def __init__(self) -> None:
-        self._pieces: list[Generation] = []
-        self._masks: list[Bools] = []
+        self._pieces: list[Ints] = []
+        self._generations: list[tuple[int, Generation]] = []  # with the position of the first token
+        self._length = 0
         self._sources: list[list[str]] = []  # sources of each run of observed tokens
         self._observing = False  # whether the last token was observed
 
@@ -45,35 +46,36 @@ class TrajectoryBuilder:
             self._observing = True
         if source not in self._sources[-1]:
             self._sources[-1].append(source)
-        observed = np.asarray(tokens, dtype=np.int32)
-        versions = np.full(count, OBSERVED, dtype=np.int32)
-        self._pieces.append(Generation(observed, np.zeros(count, dtype=np.float32), versions, "stop"))
-        self._masks.append(np.zeros(count, dtype=np.bool_))
+        self._pieces.append(np.asarray(tokens, dtype=np.int32))
+        self._length += count
 
     def sampled(self, generation: Generation) -> None:
         """Append tokens sampled after exactly the tokens so far."""
-        self._pieces.append(generation)
-        self._masks.append(np.ones(len(generation.tokens), dtype=np.bool_))
-        self._observing &= len(generation.tokens) == 0
+        count = len(generation.tokens)
+        self._pieces.append(generation.tokens)
+        self._generations.append((self._length, generation))
+        self._length += count
+        self._observing &= count == 0
 
     def build(
         self, role: str = "policy", reward: float | None = None, turn_rewards: Sequence[float] = ()
     ) -> Trajectory:
-        pieces = self._pieces
+        mask = np.zeros(self._length, dtype=np.bool_)
+        logprobs = np.zeros(self._length, dtype=np.float32)
+        versions = np.full(self._length, OBSERVED, dtype=np.int32)
+        for start, generation in self._generations:
+            sampled = slice(start, start + len(generation.tokens))
+            mask[sampled], logprobs[sampled], versions[sampled] = True, generation.logprobs, generation.versions
         return Trajectory(
-            tokens=_joined([piece.tokens for piece in pieces], np.int32),
-            mask=_joined(self._masks, np.bool_),
-            logprobs=_joined([piece.logprobs for piece in pieces], np.float32),
-            versions=_joined([piece.versions for piece in pieces], np.int32),
+            tokens=np.concatenate(self._pieces, dtype=np.int32) if self._pieces else np.zeros(0, dtype=np.int32),
+            mask=mask,
+            logprobs=logprobs,
+            versions=versions,
             role=role,
             reward=reward,
             turn_rewards=np.array(turn_rewards, dtype=np.float32) if turn_rewards else np.zeros(0, dtype=np.float32),
             sources=[", ".join(sources) for sources in self._sources],
         )
-
-
-def _joined(pieces: list[Any], dtype: Any) -> Any:
-    return np.concatenate(pieces, dtype=dtype) if pieces else np.zeros(0, dtype=dtype)
 
 
 class EpisodePart(NamedTuple):

@@ -257,7 +257,7 @@ class RolloutWorker:
             verdict = score_group(episodes, self._scoring)  # may call a custom estimator
             diagnostics.crash_point("worker.closed")
             report = build_report(order, task, episodes, clients, verdict, time.monotonic() - started)
-            measured = measure(episodes, reported, self._config.eval.is_solved)
+            measured = measure(episodes, report, reported, self._config.eval.is_solved)
             report = msgspec.structs.replace(report, measured=measured, supplied=supplied)
             record = self._record(order, task, episodes, verdict)
             if turns.closed:

@@ -370,6 +370,7 @@ def _worker(
 ) -> object:
     from outpace.checkpoint.journal import JournalWriter
     from outpace.engines.fleet import EngineFleet
+    from outpace.models.chat import text_decoder
     from outpace.models.chat_format import chat_format_for
     from outpace.models.loading import eos_ids
     from outpace.rewards.grading import MAX_THREADS
@@ -383,7 +384,7 @@ def _worker(
     config, name = settings.parsed, spec.name
     start_idle_threads(MAX_THREADS)
     tokenizer = _tokenizer(config.model)
-    decode = _decoder(tokenizer)
+    decode = text_decoder(tokenizer, special_tokens=True)
     train, heldout = given["tasks"] if "tasks" in given else open_tasks(config)
     if train is None or isinstance(train, TaskStream):
         train = StreamedTasks(settings.journal / STREAM_FILE)
@@ -416,15 +417,9 @@ def _tokenizer(model: ModelConfig) -> Any:
     )
 
 
-def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    return decode
-
-
 async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     from outpace.engines.fleet import EngineFleet
+    from outpace.models.chat import text_decoder
     from outpace.models.chat_format import chat_format_for
     from outpace.models.loading import eos_ids, vocabulary_size
     from outpace.rollouts.producer_host import ProducerHost, ProducerModel, make_producer
@@ -449,7 +444,7 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 
     model = ProducerModel(
         config,
-        EngineFleet(peers, connect=_connector(spec), decode=_decoder(tokenizer)),
+        EngineFleet(peers, connect=_connector(spec), decode=text_decoder(tokenizer, special_tokens=True)),
         chat_format_for(tokenizer, eos_ids(config.model.path), config.model.chat_renderer),
         connect_learner,
     )

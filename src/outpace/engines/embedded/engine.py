@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -41,9 +41,10 @@ from outpace.engines.embedded.decode_batch import FinishedRequest, KvPolicy
 from outpace.engines.embedded.decoder import DecoderWeights
 from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder, tune_threads
 from outpace.engines.embedded.weight_sets import STALE, WeightSets
-from outpace.engines.generation import Decode, OpenStreams, TokenStream
+from outpace.engines.generation import OpenStreams, TokenStream
 from outpace.errors import ComponentFailed, EngineClosed, OutpaceError, RequestFailed
 from outpace.hardware.cores import CoreSharing
+from outpace.models.chat import text_decoder
 from outpace.models.loading import load_model, load_tokenizer, set_up_device
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics
@@ -105,7 +106,7 @@ class EmbeddedEngine:
             model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         set_up_device(model.device)
         decoder = build_decoder(model, slots, context, deterministic=deterministic, path=path)
-        decode = None if tokenizer is None else _text_decoder(tokenizer)
+        decode = None if tokenizer is None else text_decoder(tokenizer, special_tokens=True)
         self._weight_sets = WeightSets(decoder, STALE if stale else 0, kv, decode, pinned_slots)
         self._main = self._weight_sets.main
         self._threads = threads or torch.get_num_threads()
@@ -354,12 +355,3 @@ class EmbeddedEngine:
         swap = self._weight_sets.swap_pinned if pinned else self._weight_sets.swap_main
         swap(prepared, manifest.version)
         return time.perf_counter() - started
-
-
-def _text_decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    def decode(tokens: Sequence[int]) -> str:
-        text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-    return decode
