@@ -89,7 +89,10 @@ class Trained:
 
     def __init__(self, world: World, rank: int, settings: dict[str, Any], dtype: torch.dtype, tied: bool) -> None:
         config = resolved({"learner.lr": 1e-2, "learner.compile": False, **settings})
-        model = world.place(make_llama(tie_word_embeddings=tied))
+        model = make_llama(tie_word_embeddings=tied)
+        if config.lora.rank and dtype == torch.bfloat16:
+            model = model.bfloat16()  # frozen weights stay in it
+        model = world.place(model)
         self.core = LearnerCore(model, config, dtype, world.join(rank))
         self.gradients: list[Tensor] = []
         self.reports: list[StepReport] = []
@@ -182,11 +185,11 @@ def assert_same_training(group: str, world: World, dtype: str) -> None:
             assert found.scores <= AFTER_STEPS[dtype], name
 
 
-def bfloat16_errors(world: World, rank: int) -> tuple[float, float]:
+def bfloat16_errors(settings: dict[str, Any], world: World, rank: int) -> tuple[float, float]:
     """Return the errors of the gradient in bfloat16, sharded and not."""
 
     def gradient(where: World, dtype: torch.dtype) -> Tensor:
-        return Trained(where, rank, {}, dtype, tied=True).gradients[0]
+        return Trained(where, rank, settings, dtype, tied=False).gradients[0]
 
     exact = gradient(world.alone, torch.float64)
     sharded, plain = (gradient(each, torch.bfloat16) for each in (world, world.alone))
@@ -194,8 +197,9 @@ def bfloat16_errors(world: World, rank: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("world", [pytest.param(World(2), marks=needs_bfloat16), ON_GPUS])
-def test_a_sharded_learner_is_as_exact_in_bfloat16_as_one_process(world: World) -> None:
-    for sharded, plain in world.run(bfloat16_errors):
+@pytest.mark.parametrize("settings", [{}, pytest.param(LORA, marks=needs_peft)], ids=[FULL, ADAPTERS])
+def test_a_sharded_learner_is_as_exact_in_bfloat16_as_one_process(world: World, settings: dict[str, Any]) -> None:
+    for sharded, plain in world.run(partial(bfloat16_errors, settings)):
         assert sharded < 1.2 * plain
 
 
