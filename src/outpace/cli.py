@@ -203,8 +203,14 @@ def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.commands.doctor import doctor as run_checks
     from outpace.config.load import load_config
     from outpace.config.validation import resolve
+    from outpace.run.torchrun_rank import with_ranks
 
-    return run_checks(resolve(load_config(arguments.config, settings)))
+    config, process = load_config(arguments.config, settings), torchrun_process()
+    if process is not None:
+        config = with_ranks(config, process)
+    if process is not None and process.local_rank > 0:
+        return 0  # another process checks this machine
+    return run_checks(resolve(config))
 
 
 def bench(arguments: argparse.Namespace, settings: list[str]) -> int:

@@ -22,10 +22,12 @@ from outpace.hardware.placement import (
     assign_servers,
     listed_gpus,
     placement_of,
+    planned_placement,
     torch_has_cuda,
 )
 from outpace.run.build import ComponentSpecs
 from outpace.runtime.components import Resources
+from outpace.runtime.torchrun import TorchrunProcess
 from support import names
 
 
@@ -483,3 +485,39 @@ def test_the_printed_placement_names_servers_that_are_already_running() -> None:
     lines = printed(1, engine__urls=["http://one:8000", "http://two:8000"])
     assert names(lines[1], "engine-0 one:8000")
     assert names(lines[2], "engine-1 two:8000")
+
+
+def test_on_several_machines_each_gives_its_first_gpus_to_the_learner() -> None:
+    chosen = config(learner__devices=8)
+    placement = assign_gpus(chosen, ["0", "1", "2", "3", "4", "5"], ranks=4)
+    assert [each.gpus for each in placement.learners] == [["0"], ["1"], ["2"], ["3"]]
+    assert on(placement) == ["4"]
+    lines = list(placement.lines(chosen))
+    assert lines[3] == "learner-3: GPU 3"
+    assert lines[4] == "learner-4: GPU 0 of machine 2"
+    assert lines[7] == "learner-7: GPU 3 of machine 2"
+
+
+def test_a_plan_for_more_gpus_than_there_are_assumes_machines_like_this_one() -> None:
+    chosen = config(learner__devices=16, engine__urls=["http://node3:8000"])
+    lines = list(planned_placement(chosen, [str(index) for index in range(8)]).lines(chosen))
+    assert lines[15] == "learner-15: GPU 7 of machine 2"
+
+
+def test_a_learner_on_several_machines_counts_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = TorchrunProcess(0, 8, 0, 4, "node1", 29500)
+    monkeypatch.setattr("outpace.hardware.placement.torchrun_process", lambda: torchrun)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    assert compute_units(config(learner__devices=8)) == ComputeUnits(9, True, per_engine=1, per_learner=8)
+    assert learner_threads(config(learner__devices=8, learner__threads=8)) == 2
+
+
+def test_the_ranks_of_other_machines_are_processes_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    torchrun = TorchrunProcess(0, 4, 0, 2, "node1", 29500)
+    for module in ("hardware.placement", "run.build"):
+        monkeypatch.setattr(f"outpace.{module}.torchrun_process", lambda: torchrun)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    specs = ComponentSpecs(config(learner__devices=4), tmp_path, tmp_path, learner_code=b"pickled").learners()
+    assert [spec.remote for spec in specs] == [None, 1, 2, 3]
+    assert [spec.name for spec in specs] == ["learner", "learner-1", "learner-2", "learner-3"]
+    assert all(spec.resources.gpus for spec in specs)

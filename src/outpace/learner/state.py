@@ -50,12 +50,14 @@ Slices = dict[str, TensorSlice]
 @dataclass(frozen=True)
 class StateCopy:
     """A copy of the state at one version: of this rank's part, if the model is sharded. `small_files` holds the files
-    without tensors. `first`: of the rank that also writes what is not sharded."""
+    without tensors. `first`: of the rank that also writes what is not sharded. `several_machines`: they write the files
+    together."""
 
     copied: dict[str, Slices]
     constant: dict[str, Slices]
     small_files: dict[str, bytes]
     first: bool = True
+    several_machines: bool = False
 
     @property
     def files(self) -> dict[str, Slices]:
@@ -83,6 +85,7 @@ class StateCopies:
         constant: dict[str, Tensors],
         small_files: dict[str, bytes],
         first: bool = True,
+        several_machines: bool = False,
     ) -> StateCopy:
         """Copy `changing`; include `constant`, which never changes, without copying."""
         with self._lock:
@@ -94,7 +97,7 @@ class StateCopies:
         torch._foreach_copy_(targets, sources, non_blocking=True)
         for device in {tensor.device for tensor in sources if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-        return StateCopy(memory, _slices(constant), small_files, first)
+        return StateCopy(memory, _slices(constant), small_files, first, several_machines)
 
     def release(self, copy: StateCopy) -> None:
         with self._lock:
@@ -130,15 +133,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     write_slices(path, {name: slice_of(tensor) for name, tensor in tensors.items()})
 
 
-def write_slices(path: Path, slices: Mapping[str, TensorSlice], first: bool = True) -> None:
+def write_slices(
+    path: Path, slices: Mapping[str, TensorSlice], first: bool = True, several_machines: bool = False
+) -> None:
     """Write this process's part of a new safetensors file, synced to disk on return. All ranks may write at the same
-    time; the `first` also writes the header and what is not sharded."""
+    time; the `first` also writes the header and what is not sharded.
+
+    `several_machines`: with O_DSYNC an NFS client writes no more than it was given. Otherwise it may write whole pages,
+    with zeros in place of the rows of ranks on other machines."""
     specs = [
         TensorSpec(name, str(each.local.dtype).removeprefix("torch."), list(each.shape), 0, _bytes_of(each), crc32=0)
         for name, each in slices.items()
     ]
     header = safetensors_header(specs)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    synced = os.O_DSYNC if several_machines else 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | synced, 0o644)
     try:
         if first:
             _write_at(descriptor, memoryview(header), 0)
@@ -227,13 +236,14 @@ def copy(core: LearnerCore, copies: StateCopies) -> StateCopy:
     if core.adapters is not None:
         small_files[ADAPTER_CONFIG] = adapter_config_json(core.adapters.adapter)
     first = core.ranks is None or core.ranks.is_first
-    return copies.make(changing_tensors(core), _constant_tensors(core), small_files, first)
+    several = core.ranks is not None and core.ranks.several_machines
+    return copies.make(changing_tensors(core), _constant_tensors(core), small_files, first, several)
 
 
 def write(state: StateCopy, directory: Path) -> None:
     """Write a copied state. On `OSError` the directory is left incomplete and is not a valid state."""
     for name, slices in state.files.items():
-        write_slices(directory / name, slices, state.first)
+        write_slices(directory / name, slices, state.first, state.several_machines)
         diagnostics.crash_point(f"save.{name.removesuffix('.safetensors')}")
     for name, data in state.small_files.items() if state.first else ():
         write_durably(directory / name, data)

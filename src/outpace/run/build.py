@@ -105,6 +105,7 @@ class ComponentSpecs:
         settings = ComponentSettings(
             config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), self._torchrun
         )
+        self.shared_snapshots = settings.snapshots if settings.several_machines else None  # on disk
         self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
         self._logs = run_dir.absolute() / "logs"
@@ -161,11 +162,11 @@ class ComponentSpecs:
         )
 
     def learners(self) -> list[ComponentSpec]:
-        """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Under
-        torchrun, the other ranks are its other processes, which choose their GPUs themselves."""
+        """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Ranks
+        that torchrun has started choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
-        several = self._torchrun is not None and self._torchrun.several_machines
-        gpus = self.placement.learners
+        several, gpus = self.shared_snapshots is not None, self.placement.learners
+        connect_s = 0.0 if self._torchrun is None else self._config.learner.collective_timeout_s
         return [
             ComponentSpec(
                 learner_name(rank),
@@ -176,6 +177,7 @@ class ComponentSpecs:
                 resources=_resources(learner_threads(self._config), gpus[rank % len(gpus)]),
                 environment=rank_environment(self._logs, several) if self._config.learner.sharded else {},
                 code=self._learner_code,
+                start_s=START_DEADLINE_S + connect_s,  # the first rank waits until the others have connected
                 remote=rank if rank > 0 and self._torchrun is not None else None,
                 listen=self._learner_socket if calls and rank == 0 else None,
                 token=self._token,
@@ -331,17 +333,9 @@ def _ranks(settings: ComponentSettings, device: str) -> Ranks:
     from outpace.learner.ranks import Ranks, RankSettings
 
     learner = settings.parsed.learner
-    return Ranks(
-        RankSettings(
-            rank=settings.index,
-            size=learner.devices,
-            rendezvous=Path(settings.scratch) / f"ranks-{settings.incarnation}",
-            timeout_s=learner.collective_timeout_s,
-            logs=Path(settings.run_dir) / "logs",
-            torchrun=settings.torchrun,
-        ),
-        device,
-    )
+    rendezvous, logs = Path(settings.scratch) / f"ranks-{settings.incarnation}", Path(settings.run_dir) / "logs"
+    timeout_s = learner.collective_timeout_s
+    return Ranks(RankSettings(settings.index, learner.devices, rendezvous, timeout_s, logs, settings.torchrun), device)
 
 
 def _device(spec: ComponentSpec) -> str:

@@ -46,18 +46,19 @@ async def launch(plan: RunPlan, directory: Path, span: Span = _no_span) -> Async
     """Open the runtime that `run.runtime` names, with logs in `directory`. `span` records how long each component
     takes to start."""
     config = plan.config
-    runtime_dir = await asyncio.to_thread(RuntimeDirectory)
     torchrun = torchrun_process()
     remote = None if torchrun is None else _remote_ranks(plan, directory, torchrun)
+    runtime_dir = await asyncio.to_thread(RuntimeDirectory)
     runtime: Runtime = (
         InlineRuntime()
         if config.run.runtime == "inline"
         else LocalRuntime(directory / "logs", append=plan.resumes, cleanup=runtime_dir.cleanup, remote=remote)
     )
+    specs: ComponentSpecs | None = None
     finished = False
     try:
         if remote is not None:
-            await asyncio.to_thread(_remove_weights, directory)  # of a run that was killed
+            await asyncio.to_thread(_remove, directory / WEIGHTS_FOLDER)  # of a run that was killed
             await remote.open()
         specs = ComponentSpecs(
             config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.engine_code, plan.producer_code
@@ -68,7 +69,8 @@ async def launch(plan: RunPlan, directory: Path, span: Span = _no_span) -> Async
         await runtime.stop(finished)
         if remote is not None:
             await remote.close()
-            await asyncio.to_thread(_remove_weights, directory)
+        if specs is not None and specs.shared_snapshots is not None:
+            await asyncio.to_thread(_remove, directory / WEIGHTS_FOLDER, specs.shared_snapshots)
         await asyncio.to_thread(runtime_dir.remove)
 
 
@@ -81,8 +83,9 @@ def _remote_ranks(plan: RunPlan, directory: Path, torchrun: TorchrunProcess) -> 
     return RemoteProcesses(directory, range(1, torchrun.size), not torchrun.several_machines, within_s)
 
 
-def _remove_weights(directory: Path) -> None:
-    shutil.rmtree(directory / WEIGHTS_FOLDER, ignore_errors=True)
+def _remove(*directories: Path) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)

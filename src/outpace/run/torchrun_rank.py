@@ -26,7 +26,8 @@ def with_ranks(config: Config, process: TorchrunProcess) -> Config:
     learner = config.learner
     if "devices" in learner.model_fields_set and learner.devices != process.size:
         raise BadInput(
-            f"learner.devices: is {learner.devices}, but torchrun starts {process.size} processes; leave it out"
+            f"learner.devices: is {learner.devices}, but torchrun starts {process.size} processes; leave it out or set "
+            f"{process.size}"
         )
     if config.run.dir is None:
         raise BadInput("run.dir: set it; the processes of torchrun find each other there")

@@ -80,6 +80,8 @@ async def run_component(fd: int) -> int:
                 await components.close_component(component)
         except TimeoutError:
             _exit(1)  # without waiting for its threads
+    if not ended and not is_private:
+        print("the controller has ended, or its connection is lost", file=sys.stderr)
     return 0 if ended else 1
 
 

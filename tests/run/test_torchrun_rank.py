@@ -1,0 +1,117 @@
+"""What a process of torchrun does with the config, before any other process is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outpace import Trainer, cli
+from outpace.config.load import make_config
+from outpace.errors import BadInput
+from outpace.run.torchrun_rank import with_ranks
+from outpace.runtime.torchrun import TorchrunProcess, torchrun_process, without_torchrun
+from support import naming
+
+VARIABLES = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "ROLE_NAME": "default",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29500",
+}
+"""Of the last of four processes, two on each machine."""
+
+LAST = TorchrunProcess(3, 4, 1, 2, "node1", 29500)
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, **changes: str) -> None:
+    for name, value in (VARIABLES | changes).items():
+        monkeypatch.setenv(name, value)
+
+
+def test_torchrun_is_recognized_by_its_variables() -> None:
+    assert torchrun_process(VARIABLES) == LAST
+    assert LAST.several_machines
+
+
+def test_one_process_or_another_launcher_is_not_torchrun() -> None:
+    others = {name: value for name, value in VARIABLES.items() if not name.startswith("TORCHELASTIC")}
+    assert torchrun_process(others) is None
+    assert torchrun_process(VARIABLES | {"WORLD_SIZE": "1"}) is None
+
+
+def test_an_incomplete_environment_names_the_variable() -> None:
+    with pytest.raises(BadInput, match=naming("MASTER_PORT")):
+        torchrun_process({name: value for name, value in VARIABLES.items() if name != "MASTER_PORT"})
+
+
+def test_children_get_no_variables_of_torchrun() -> None:
+    own = {"PATH": "/bin", "GROUP_OF_MINE": "1"}
+    assert without_torchrun(VARIABLES | own) == own
+
+
+@pytest.mark.parametrize("given", [{}, {"learner.devices": 4}])
+def test_the_learner_has_a_rank_for_every_process(given: dict[str, int]) -> None:
+    assert with_ranks(make_config({"run.dir": "runs/x", **given}), LAST).learner.devices == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"run.dir": "runs/x", "learner.devices": 8}, "learner.devices"),
+        ({"run.dir": "runs/x", "learner.devices": 1}, "learner.devices"),
+        ({}, "run.dir"),
+        ({"run.dir": "runs/x", "engine.kind": "vllm", "weights.delta": True}, "weights.delta"),
+    ],
+)
+def test_settings_that_do_not_work_under_torchrun_are_refused(settings: dict[str, object], key: str) -> None:
+    with pytest.raises(BadInput, match=naming(key)):
+        with_ranks(make_config(settings), LAST)
+
+
+def test_a_dry_run_prints_the_device_of_every_rank_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "--dry-run", "--run.dir", "runs/x", "--run.device", "cpu"]
+    under_torchrun(monkeypatch)
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == ""
+    under_torchrun(monkeypatch, RANK="0", LOCAL_RANK="0")
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "# learner-1: CPU\n" in shown
+    assert "# learner-3: CPU of machine 2\n" in shown
+
+
+def test_only_one_process_of_a_machine_checks_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    under_torchrun(monkeypatch)
+    assert cli.main(["doctor", "--run.dir", "runs/x"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_other_commands_and_scripts_are_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    under_torchrun(monkeypatch)
+    assert cli.main(["eval", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("outpace: outpace eval: ")
+    with pytest.raises(BadInput, match=naming("Trainer")):
+        Trainer().train()
+
+
+def test_the_last_rank_without_a_run_to_join_ends_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    under_torchrun(monkeypatch)
+    monkeypatch.setattr("outpace.run.torchrun_rank.die_with_parent", lambda: None)  # it would outlive the test
+    command = ["train", "--run.dir", str(tmp_path / "run"), "--learner.collective_timeout_s", "0.1"]
+    assert cli.main(command) == 2
+    assert capsys.readouterr().err.startswith("outpace: run.dir: ")
