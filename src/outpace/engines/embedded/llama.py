@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors
-from outpace.engines.embedded.row_blocks import Block, split
+from outpace.engines.embedded.row_blocks import RowBlock, split
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROTARY = "model.rotary_emb"
@@ -280,13 +280,13 @@ class LlamaDecoder(Decoder):
             hidden_B_E = self._finish_layer(layer, hidden_B_E, torch.cat(attended) if len(blocks) > 1 else attended[0])
         return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
 
-    def _blocks(self, positions_B: NDArray[np.int64]) -> list[Block]:
+    def _blocks(self, positions_B: NDArray[np.int64]) -> list[RowBlock]:
         """Return the blocks of rows that attend together. More blocks are more kernels, which do not pay on a GPU."""
         window = self._reserve_window(positions_B)
-        return split(positions_B + 1, window) if self.attends_in_blocks else [Block(0, len(positions_B), window)]
+        return split(positions_B + 1, window) if self.attends_in_blocks else [RowBlock(0, len(positions_B), window)]
 
     def _attend(
-        self, block: Block, mask_BK_G_W: Tensor, q_BK_G_D: Tensor, keys_BK_T_D: Tensor, values_BK_T_D: Tensor
+        self, block: RowBlock, mask_BK_G_W: Tensor, q_BK_G_D: Tensor, keys_BK_T_D: Tensor, values_BK_T_D: Tensor
     ) -> Tensor:
         shape = self._shape
         rows = slice(block.start * shape.kv_heads, block.end * shape.kv_heads)

@@ -37,7 +37,7 @@ _CLASS_ENDS = SHORTEST << np.arange(40, dtype=np.int64)
 Indices = NDArray[np.int64]
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows `start` to `end`, exclusive, and the number of keys that each of them reads."""
 
     start: int
@@ -57,23 +57,23 @@ def length_classes(lengths_B: NDArray[Any]) -> Indices:
     return np.searchsorted(_CLASS_ENDS, lengths_B)
 
 
-def split(lengths_B: Indices, limit: int) -> list[Block]:
+def split(lengths_B: Indices, limit: int) -> list[RowBlock]:
     """Return blocks that cover the rows in order. No window exceeds `limit`."""
     if lengths_B.max() <= SHORTEST:
         return [_block(lengths_B, 0, len(lengths_B), limit)]
     longest_from_B = np.maximum.accumulate(lengths_B[::-1])[::-1]
     starts = np.flatnonzero(np.diff(length_classes(longest_from_B), prepend=-1))
-    blocks: list[Block] = []
+    blocks: list[RowBlock] = []
     for start, end in zip(starts, [*starts[1:], len(lengths_B)], strict=True):
         block = _block(lengths_B, int(start), int(end), limit)
         if blocks and blocks[-1].window * (block.end - block.start) - block.keys < BLOCK_COST:
-            block = Block(blocks[-1].start, block.end, blocks.pop().window)
+            block = RowBlock(blocks[-1].start, block.end, blocks.pop().window)
         blocks.append(block)
     return blocks
 
 
-def _block(lengths_B: Indices, start: int, end: int, limit: int) -> Block:
-    return Block(start, end, min(limit, round_up(int(lengths_B[start:end].max()))))
+def _block(lengths_B: Indices, start: int, end: int, limit: int) -> RowBlock:
+    return RowBlock(start, end, min(limit, round_up(int(lengths_B[start:end].max()))))
 
 
 def moves(rows_N: Indices, lengths_N: Indices, limit: int) -> dict[int, int]:
