@@ -504,6 +504,14 @@ def test_a_plan_for_more_gpus_than_there_are_assumes_machines_like_this_one() ->
     assert lines[15] == "learner-15: GPU 7 of machine 2"
 
 
+def test_too_few_gpus_for_the_processes_of_torchrun_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = TorchrunProcess(0, 16, 0, 8, "node1", 29500)
+    monkeypatch.setattr("outpace.hardware.placement.torchrun_process", lambda: torchrun)
+    chosen = config(learner__devices=16, engine__urls=["http://node3:8000"])
+    with pytest.raises(BadInput, match=r"^learner\.devices: "):
+        planned_placement(chosen, ["0", "1", "2", "3"])
+
+
 def test_a_learner_on_several_machines_counts_all_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = TorchrunProcess(0, 8, 0, 4, "node1", 29500)
     monkeypatch.setattr("outpace.hardware.placement.torchrun_process", lambda: torchrun)

@@ -197,7 +197,7 @@ def planned_placement(config: Config, gpus: Sequence[str]) -> Placement:
     """Like `placement_of` with these visible GPUs, also for a run on several machines that torchrun has not started
     yet: a learner with more devices than this machine has GPUs uses all of them, and as many on every other machine."""
     ranks = local_ranks(config)
-    if config.run.device != "cpu" and gpus:
+    if torchrun_process() is None and config.run.device != "cpu" and gpus:
         ranks = min(ranks, len(gpus))
     return assign_gpus(config, gpus, ranks)
 

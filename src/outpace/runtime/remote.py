@@ -186,7 +186,7 @@ class RemoteProcesses:
             ) from None
 
     async def close(self) -> None:
-        """Close all connections that were not taken. Does not wait for their processes."""
+        """Close the port and all connections. Does not wait for the processes."""
         if self._server is not None:
             self._server.close()
         for task in self._greeting:
