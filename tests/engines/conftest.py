@@ -66,9 +66,10 @@ def forced_logits() -> Callable[..., torch.Tensor]:
     """Row i: the logits from which a plain forward pass draws output token i."""
 
     def compute(model: PreTrainedModel, prompt: NDArray[np.int32], output: NDArray[np.int32]) -> torch.Tensor:
-        tokens = torch.from_numpy(np.concatenate((prompt, output)).astype(np.int64)).unsqueeze(0)
+        tokens = torch.from_numpy(np.concatenate((prompt, output)).astype(np.int64)).unsqueeze(0).to(model.device)
         with torch.no_grad():
-            return model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            return logits.float().cpu()
 
     return compute
 
