@@ -12,7 +12,16 @@ import peft
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from outpace.checkpoint.journal import read_record
 from outpace.errors import BadInput, CorruptData
@@ -128,6 +137,27 @@ def test_frozen_weights_in_bfloat16_train_bit_for_bit_like_the_same_values_in_fl
     assert {p.grad.dtype for p in halves.parameters.values() if p.grad is not None} == {torch.float32}
     matrices = sum(2 * p.numel() for name, p in halves.model.named_parameters() if "_proj.base_layer" in name)
     assert frozen_bytes(floats) - frozen_bytes(halves) >= matrices
+
+
+@needs_bfloat16
+def test_fused_experts_stay_in_float32(make_rows: MakeRows) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=48, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    targets = ["q_proj", "v_proj"]
+    core = core_of(Qwen3MoeForCausalLM(config).bfloat16(), model__dtype="bfloat16", lora__targets=targets)
+    dtypes = {name: parameter.dtype for name, parameter in core.model.named_parameters()}
+    assert {dtype for name, dtype in dtypes.items() if ".experts." in name} == {torch.float32}
+    assert dtypes["model.layers.0.self_attn.q_proj.base_layer.weight"] == torch.bfloat16
+
+
+@needs_bfloat16
+def test_a_model_whose_config_cannot_be_made_smaller_is_padded(make_rows: MakeRows) -> None:
+    model = MambaForCausalLM(MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, state_size=4)).bfloat16()
+    core = core_of(model, model__dtype="bfloat16", lora__targets=["in_proj"])
+    assert isinstance(core._forward, PaddedForward)
+    assert trained(core, make_rows, steps=1).version == 1
 
 
 def as_bfloat16(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

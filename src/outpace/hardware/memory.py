@@ -62,7 +62,7 @@ class ModelShape:
     vocabulary: int
     context: int
     vocabulary_matrices: int = 1  # 2 if the output head is not tied to the embeddings
-    stored: str = "bfloat16"  # dtype of the matrices in the files, "float32" for any other than bfloat16
+    stored: str = "bfloat16"  # dtype in which frozen matrices are loaded: that of the files, if it is bfloat16
 
     @property
     def outside_layers(self) -> int:
@@ -83,7 +83,9 @@ class ModelShape:
             heads = int(config["num_attention_heads"])
             experts = int(config.get("num_experts_per_tok") or 1)
             tensors = {name: each for file in _weight_files(directory) for name, each in _tensors(file).items()}
-            halves = all(tensor["dtype"] == "BF16" for tensor in tensors.values() if len(tensor["shape"]) > 1)
+            matrices = {name: tensor for name, tensor in tensors.items() if len(tensor["shape"]) > 1}
+            # Experts are loaded in float32, and some checkpoints with experts as a whole.
+            halves = all(each["dtype"] == "BF16" and ".experts." not in name for name, each in matrices.items())
             return cls(
                 parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
                 layers=int(config["num_hidden_layers"]),

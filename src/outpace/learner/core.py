@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -101,8 +102,6 @@ class LearnerCore:
         reference_model = None if reference is None else reference.model
         if needs_reference_model(config) and root is None:
             reference_model = copy.deepcopy(model)
-        mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
-        probe = probe_model(model) if ranks is not None or mixed else None
         if ranks is not None and root is None:
             root = shard(model, ranks, config.learner, self.dtype)
             if reference_model is not None:
@@ -117,7 +116,9 @@ class LearnerCore:
         copies = self.dtype == torch.bfloat16 and not self.adapters and ranks is None
         self._copy = ComputeCopy(model, self.dtype) if copies else None
         self.compute_model = self._copy.model if self._copy else model
-        self._forward = choose_forward(probe or model, options, self.compute_model)
+        mixed = len({parameter.dtype for parameter in model.parameters()}) > 1
+        small = partial(probe_model, model) if root is not None or mixed else lambda: model
+        self._forward = choose_forward(self.compute_model, options, small)
         if root is not None:
             self._forward = ShardedForward(self._forward, root)
         self.reference: Reference | None = None

@@ -18,6 +18,7 @@ Legend: _T tokens of the pass, _N trained tokens, D hidden size.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -282,19 +283,20 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 
 def choose_forward(
-    model: PreTrainedModel, options: ForwardOptions, compute_model: PreTrainedModel | None = None
+    model: PreTrainedModel, options: ForwardOptions, probe: Callable[[], PreTrainedModel] | None = None
 ) -> Forward:
-    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `compute_model` is to run
-    instead, if `model` is only for this choice."""
-    compute_model = compute_model or model
-    own_attention = model.config._attn_implementation
+    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `probe` returns a model of
+    the same kind in float32 to compare them on; by default it is the model itself."""
+    probed, own_attention = model, model.config._attn_implementation
     try:
-        _verify_packing(model)
-        return PackedForward(compute_model, options)
+        probed = model if probe is None else probe()
+        _verify_packing(probed)
+        return PackedForward(model, options)
     except (PackingUnsupported, ValueError, TypeError) as error:  # raised by transformers for unsupported arguments
         logger.info("packing disabled for this model, rows are padded: %s", error)
-        model.set_attn_implementation(own_attention)
-        return PaddedForward(compute_model, options)
+        for each in (model, probed):
+            each.set_attn_implementation(own_attention)
+        return PaddedForward(model, options)
 
 
 def matching_forward(

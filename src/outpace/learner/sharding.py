@@ -23,6 +23,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from outpace.config.sections import LearnerConfig
+from outpace.errors import one_line
+from outpace.learner.attention import PackingUnsupported
 from outpace.learner.packing import PackedBatch
 from outpace.learner.ranks import Ranks
 from outpace.models.loading import decoder_layers
@@ -110,6 +112,13 @@ def idle_batch() -> PackedBatch:
 def probe_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the same kind with random weights, small enough to compute with unsharded: one layer of each
     type, and few tokens."""
+    try:
+        return _small_model(model)
+    except (AttributeError, KeyError) as error:  # of a config that cannot be changed
+        raise PackingUnsupported(f"no small model of this kind can be made: {one_line(error)}") from error
+
+
+def _small_model(model: PreTrainedModel) -> PreTrainedModel:
     config = type(model.config).from_dict(model.config.to_dict())
     text = config.get_text_config()  # a part of the config of a model that also reads images
     types = list(getattr(text, "layer_types", None) or [])

@@ -243,11 +243,14 @@ def _checksum(parameters: list[Tensor]) -> int:
 
 
 def frozen_matrices(model: PreTrainedModel) -> list[Tensor]:
-    """Return the frozen parameters that a pass uses in the dtype of the matrix products only, so that keeping them in
-    that dtype changes no result. Vectors and embeddings are added to or multiplied with float32 activations."""
+    """Return the frozen weights of linear layers. A pass casts them to the dtype of the matrix products, so keeping
+    them in that dtype changes no result. Other parameters, such as fused experts, may be used in float32."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
     embeddings = model.get_input_embeddings().weight
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return [parameter for parameter in frozen if parameter.ndim >= 2 and parameter is not embeddings]
+    weights = (module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D))
+    return [weight for weight in weights if not weight.requires_grad and weight is not embeddings]
 
 
 def _check_targets(model: PreTrainedModel, targets: list[str]) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from outpace.engines.embedded import row_blocks
 from outpace.engines.embedded.decode_batch import DecodeBatch, FinishedRequest
 from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.engines.embedded.load_decoder import build_decoder
@@ -80,14 +83,23 @@ def test_a_step_in_blocks_computes_the_same_logits_as_a_step_with_one_window(
 
 
 def test_sequences_of_very_different_lengths_get_the_tokens_of_requests_that_are_served_alone(
-    model_of: Callable[..., PreTrainedModel], prompts: Callable[..., list[np.ndarray]]
+    model_of: Callable[..., PreTrainedModel],
+    prompts: Callable[..., list[np.ndarray]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    moved: list[dict[int, int]] = []
+
+    def counted(*arguments: Any) -> dict[int, int]:
+        moved.append(moves(*arguments))
+        return moved[-1]
+
+    monkeypatch.setattr(row_blocks, "moves", counted)
     decoder = build_decoder(model_of("llama"), 24, None, deterministic=False, path="fast")
     batch = DecodeBatch(decoder, 0, "keep", None)
     alone = DecodeBatch(
         decoder.sibling(decoder.prepare(dict(model_of("llama").named_parameters())), 1), 0, "keep", None
     )
-    lengths = [70, 3, 5, 75, *[6, 40, 4] * 20]
+    lengths = [70, 3, 5, 75, *[6, 40, 4, 60] * 20]
     groups = prompts(*range(3, 20))
     done: list[FinishedRequest] = []
     for index, length in enumerate(lengths):
@@ -97,6 +109,7 @@ def test_sequences_of_very_different_lengths_get_the_tokens_of_requests_that_are
         done += batch.advance()
     together, apart = results(batch, done), results(alone, [])
     assert len(together) == len(lengths)
+    assert sum(map(bool, moved)) >= 2
     for name, generation in together.items():
         assert generation.tokens.tolist() == apart[name].tokens.tolist()
         np.testing.assert_allclose(generation.logprobs, apart[name].logprobs, atol=1e-4)
