@@ -108,6 +108,7 @@ async def build(spec: ComponentSpec, peers: dict[str, Any]) -> RealToy:
         os._exit(7)
     if spec.settings.get("bad"):
         raise BadInput("that cannot work")
+    await asyncio.sleep(spec.settings.get("builds_for_s", 0))
     return RealToy(spec, peers)
 
 

@@ -20,7 +20,7 @@ from outpace.errors import BadInput, ComponentFailed, ComponentLost, OutpaceErro
 from outpace.runtime import wire
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.remote import INVITATION_FILE, Accepted, Invitation, RemoteProcesses, connect
-from runtime_support import start_toy
+from runtime_support import start_toy, until
 from support import naming
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,6 +131,20 @@ async def test_a_process_that_does_not_respond_loses_its_connection_and_is_a_dea
         assert not await runtime.ping("learner-1", 0.1)
         await runtime.kill("learner-1")
         assert (await runtime.deaths.get()).component == "learner-1"
+
+
+async def test_a_process_that_builds_its_component_ends_with_the_controller(
+    runtime: LocalRuntime, remote: RemoteProcesses, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    settings = {"builds": str(begun), "builds_for_s": 10**6}
+    with joining(tmp_path) as process:
+        starting = asyncio.create_task(start_toy(runtime, "learner-1", remote=1, settings=settings))
+        await asyncio.to_thread(until, begun.exists)
+        await remote.close()
+        assert await exit_code(process) == 1
+        with pytest.raises(ComponentFailed):
+            await starting
 
 
 async def test_signals_of_the_launcher_do_not_end_it(runtime: LocalRuntime, tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ CLOSE_S = 5.0
 """How long a component may take to close. A call that hangs, such as one that waits for another rank, would hold it up
 forever."""
 
+CONTROLLER_GONE = "the controller has ended, or its connection is lost"
+
 
 async def run_component(fd: int) -> int:
     """Build the component that the controller describes, and serve it until the socket closes. Returns the exit
@@ -58,7 +60,8 @@ async def run_component(fd: int) -> int:
     try:
         if spec.code and not is_private:
             raise errors.ComponentFailed(spec.name, "got pickled code over TCP")
-        component = await components.build_component(spec, await _peers(spec))
+        building = asyncio.create_task(_build(spec))
+        component = await (building if is_private else _unless_controller_ends(building, channel))
         if spec.listen:
             await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
     except Exception as error:  # process boundary: the parent reports it as this component's failure
@@ -81,7 +84,7 @@ async def run_component(fd: int) -> int:
         except TimeoutError:
             _exit(1)  # without waiting for its threads
     if not ended and not is_private:
-        print("the controller has ended, or its connection is lost", file=sys.stderr)
+        print(CONTROLLER_GONE, file=sys.stderr)
     return 0 if ended else 1
 
 
@@ -99,6 +102,23 @@ def _write_stacks() -> None:
     tasks, threads = diagnostics.describe_tasks(), diagnostics.describe_threads()
     report = f"{STATE_REPORT_HEADER}\n{diagnostics.describe_waits()}\ntasks:\n{tasks}\n{threads}"
     print(report, file=sys.stderr, flush=True)
+
+
+async def _build(spec: components.ComponentSpec) -> object:
+    return await components.build_component(spec, await _peers(spec))
+
+
+async def _unless_controller_ends(building: asyncio.Task[object], channel: Channel) -> object:
+    """Wait for the component, and exit if the controller ends before it is built. The kernel does not end this process
+    then, as it does for a child of the controller."""
+    ending = asyncio.create_task(channel.receive())  # the controller sends nothing before the component is ready
+    await asyncio.wait([building, ending], return_when=asyncio.FIRST_COMPLETED)
+    if ending.done():
+        print(CONTROLLER_GONE, file=sys.stderr)
+        _exit(1)  # without waiting for threads that load the model or wait for other ranks
+    ending.cancel()
+    await asyncio.wait([ending])
+    return building.result()
 
 
 async def _peers(spec: components.ComponentSpec) -> dict[str, Any]:
