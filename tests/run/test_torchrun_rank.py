@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from outpace import Trainer, cli
 from outpace.config.load import make_config
 from outpace.errors import BadInput
+from outpace.monitoring.run_directory import WEIGHTS_FOLDER
+from outpace.run.plan import UserObjects, make_plan
+from outpace.run.start import launch
 from outpace.run.torchrun_rank import with_ranks
 from outpace.runtime.torchrun import TorchrunProcess, torchrun_process, without_torchrun
 from support import naming
@@ -87,6 +91,24 @@ def test_a_dry_run_prints_the_device_of_every_rank_once(
     shown = capsys.readouterr().out
     assert "# learner-1: CPU\n" in shown
     assert "# learner-3: CPU of machine 2\n" in shown
+
+
+async def test_a_start_removes_the_weights_that_a_killed_run_has_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    under_torchrun(monkeypatch, RANK="0", LOCAL_RANK="0")
+    servers = {"engine.kind": "vllm", "engine.urls": ["http://node3:8000"], "weights.dir": str(tmp_path / "shared")}
+    settings = {**servers, "run.dir": str(tmp_path / "run"), "run.device": "cpu"}
+    plan = make_plan(with_ranks(make_config(settings), replace(LAST, rank=0)), UserObjects(), quiet=True)
+    (tmp_path / "run").mkdir()
+    async with launch(plan, tmp_path / "run") as launcher:
+        folders = launcher.specs.weight_folders
+    other_run = tmp_path / "shared" / "other"
+    for folder in (*folders, other_run):
+        (folder / "learner").mkdir(parents=True)
+    async with launch(plan, tmp_path / "run"):
+        assert list((tmp_path / "shared").iterdir()) == [other_run]
+        assert not (tmp_path / "run" / WEIGHTS_FOLDER).exists()
 
 
 def test_only_one_process_of_a_machine_checks_it(

@@ -10,6 +10,7 @@ engines and the learner import torch; a worker must not.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
@@ -79,8 +80,17 @@ class ComponentSettings(msgspec.Struct, frozen=True):
         """Directory in which the learner publishes weights: in memory, or on disk if several machines write them."""
         if not self.several_machines:
             return Path(self.scratch) / "weights"
-        shared = self.parsed.weights.dir or Path(self.run_dir) / WEIGHTS_FOLDER
-        return Path(shared) / f"{self.incarnation}-learner"
+        return (self.weight_files or Path(self.run_dir) / WEIGHTS_FOLDER) / "learner"
+
+    @property
+    def weight_files(self) -> Path | None:
+        """This run's folder in `weights.dir`, which other runs may use too. With a learner on several machines, which
+        all see the run directory, each start of the run has the same, and removes what a killed one has left."""
+        folder = self.parsed.weights.dir
+        if folder is None:
+            return None
+        of_run = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16]
+        return Path(folder).expanduser() / (of_run if self.several_machines else self.incarnation)
 
 
 class ComponentSpecs:
@@ -105,7 +115,11 @@ class ComponentSpecs:
         settings = ComponentSettings(
             config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), self._torchrun
         )
-        self.shared_snapshots = settings.snapshots if settings.several_machines else None  # on disk
+        self.weight_folders: list[Path] = []  # on disk, removed with the run
+        if settings.several_machines:
+            self.weight_folders.append(run_dir / WEIGHTS_FOLDER)
+        if settings.weight_files is not None:
+            self.weight_folders.append(settings.weight_files)
         self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
         self._logs = run_dir.absolute() / "logs"
@@ -165,7 +179,8 @@ class ComponentSpecs:
         """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Ranks
         that torchrun has started choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
-        several, gpus = self.shared_snapshots is not None, self.placement.learners
+        several = self._torchrun is not None and self._torchrun.several_machines
+        gpus = self.placement.learners
         connect_s = 0.0 if self._torchrun is None else self._config.learner.collective_timeout_s
         return [
             ComponentSpec(
@@ -246,6 +261,7 @@ async def build_engine(spec: ComponentSpec, peers: dict[str, Any]) -> object:
         url=settings.url,
         gpus=GpuAssignment(spec.resources.gpus or [], spec.resources.gpu_memory),
         incarnation=settings.incarnation,
+        weight_files=settings.weight_files,
         scratch=Path(settings.scratch),
         logs=Path(settings.run_dir) / "logs",
         stale=stale,

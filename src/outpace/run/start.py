@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from typing import TypeVar
 from outpace.config import Config
 from outpace.controller.engine_registry import Components, StartEngine
 from outpace.errors import BadInput
-from outpace.monitoring.run_directory import WEIGHTS_FOLDER
 from outpace.protocols import Engine, Learner, Producer, Worker
 from outpace.run.build import ComponentSpecs
 from outpace.run.learner_group import LearnerGroup
@@ -57,20 +56,20 @@ async def launch(plan: RunPlan, directory: Path, span: Span = _no_span) -> Async
     specs: ComponentSpecs | None = None
     finished = False
     try:
-        if remote is not None:
-            await asyncio.to_thread(_remove, directory / WEIGHTS_FOLDER)  # of a run that was killed
-            await remote.open()
         specs = ComponentSpecs(
             config, directory, runtime_dir.path, plan.code, plan.learner_code, plan.engine_code, plan.producer_code
         )
+        if remote is not None:
+            await asyncio.to_thread(_remove, specs.weight_folders)  # of a run that was killed
+            await remote.open()
         yield Launcher(config, runtime, specs, specs.engines(), span)
         finished = True
     finally:
         await runtime.stop(finished)
         if remote is not None:
             await remote.close()
-        if specs is not None and specs.shared_snapshots is not None:
-            await asyncio.to_thread(_remove, directory / WEIGHTS_FOLDER, specs.shared_snapshots)
+        if specs is not None:
+            await asyncio.to_thread(_remove, specs.weight_folders)
         await asyncio.to_thread(runtime_dir.remove)
 
 
@@ -83,7 +82,7 @@ def _remote_ranks(plan: RunPlan, directory: Path, torchrun: TorchrunProcess) -> 
     return RemoteProcesses(directory, range(1, torchrun.size), not torchrun.several_machines, within_s)
 
 
-def _remove(*directories: Path) -> None:
+def _remove(directories: Iterable[Path]) -> None:
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -45,6 +45,7 @@ class EngineSetup:
     scratch: Path
     logs: Path
     gpus: GpuAssignment
+    weight_files: Path | None  # the run's folder in weights.dir
 
 
 async def build_server_engine(
@@ -59,12 +60,13 @@ async def build_server_engine(
     stale: bool,
     gpus: GpuAssignment = ON_CPU,
     send: SendWeights | None = None,
+    weight_files: Path | None = None,
 ) -> ServerEngine:
     """Launch a server, or connect to the one at `url`, check it, and return its started engine. Raises `BadInput`.
 
     `stale`: this engine replaces an earlier one of the same run. A launched server then has the initial model, which is
     outdated; one at a URL may have any weights. `send` makes the learner send weights over a process group."""
-    setup = EngineSetup(name, index, url, incarnation, scratch, logs, gpus)
+    setup = EngineSetup(name, index, url, incarnation, scratch, logs, gpus, weight_files)
     tokens = asyncio.create_task(expected_token_ids(config.model.path, config.model.trust_remote_code))
     try:
         claim = await _claim(url, setup) if url else None
@@ -185,7 +187,7 @@ def transport_for(config: Config, setup: EngineSetup, server: Server, send: Send
         kind=kind,
         http=server.http,
         control_s=config.engine.control_s,
-        directory=_weights_directory(config, setup),
+        directory=(setup.weight_files or setup.scratch) / f"{setup.name}-weights",
         adapters=adapters,
         copy=LocalSnapshot(_created(setup.scratch / f"{setup.name}-copy")) if config.weights.delta else None,
         send=send,
@@ -195,12 +197,6 @@ def transport_for(config: Config, setup: EngineSetup, server: Server, send: Send
     )
     made: Transport = TRANSPORTS.find(name)(target)
     return made
-
-
-def _weights_directory(config: Config, setup: EngineSetup) -> Path:
-    """Directory for weight files: in memory, or in weights.dir, by incarnation since other runs may share that one."""
-    shared = Path(config.weights.dir).expanduser() / setup.incarnation if config.weights.dir else setup.scratch
-    return shared / f"{setup.name}-weights"
 
 
 def _created(directory: Path) -> Path:
