@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from outpace import Trainer, cli
 from outpace.config.load import make_config
-from outpace.errors import BadInput
+from outpace.errors import BadInput, ComponentFailed
 from outpace.monitoring.run_directory import WEIGHTS_FOLDER
 from outpace.run.plan import UserObjects, make_plan
 from outpace.run.start import launch
-from outpace.run.torchrun_rank import with_ranks
+from outpace.run.torchrun_rank import serve_rank, with_ranks
+from outpace.runtime.components import Resources
+from outpace.runtime.local import LocalRuntime
+from outpace.runtime.remote import RemoteProcesses, StartOrder
 from outpace.runtime.torchrun import TorchrunProcess, torchrun_process, without_torchrun
+from runtime_support import start_toy
 from support import naming
 
 VARIABLES = {
@@ -109,6 +117,58 @@ async def test_a_start_removes_the_weights_that_a_killed_run_has_left(
     async with launch(plan, tmp_path / "run"):
         assert list((tmp_path / "shared").iterdir()) == [other_run]
         assert not (tmp_path / "run" / WEIGHTS_FOLDER).exists()
+
+
+class Became(Exception):
+    """A process would have become a component that sees these GPUs."""
+
+
+@pytest.fixture
+async def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[LocalRuntime]:
+    """Accepts rank 1. A process that would become it raises `Became` instead."""
+
+    def become(connection: socket.socket, start: StartOrder, gpus: dict[str, str]) -> NoReturn:
+        connection.close()
+        raise Became(gpus)
+
+    monkeypatch.setattr("outpace.run.torchrun_rank.become_component", become)
+    monkeypatch.setattr("outpace.run.torchrun_rank.die_with_parent", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    remote = RemoteProcesses(tmp_path, [1], loopback=True, within_s=60.0)
+    await remote.open()
+    runtime = LocalRuntime(tmp_path / "logs", remote=remote)
+    yield runtime
+    await runtime.stop()
+    await remote.close()
+
+
+def serving(directory: Path, local_rank: int) -> asyncio.Task[NoReturn]:
+    """Rank 1, in a thread."""
+    config = make_config({"run.dir": str(directory), "run.device": "cuda"})
+    process = TorchrunProcess(1, 8, local_rank, 8, "127.0.0.1", 29500)
+    return asyncio.create_task(asyncio.to_thread(serve_rank, config, process))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen"),
+    [(["0"], {"CUDA_VISIBLE_DEVICES": "7"}), (None, {})],
+)
+async def test_a_rank_gets_the_gpu_of_its_place_on_its_machine_if_it_needs_one(
+    runtime: LocalRuntime, tmp_path: Path, gpus: list[str] | None, chosen: dict[str, str]
+) -> None:
+    process = serving(tmp_path, local_rank=1)
+    with pytest.raises(ComponentFailed):
+        await start_toy(runtime, "learner-1", remote=1, resources=Resources(gpus=gpus))
+    with pytest.raises(Became) as became:
+        await process
+    assert became.value.args == (chosen,)
+
+
+async def test_a_rank_without_a_gpu_is_an_error_on_both_sides(runtime: LocalRuntime, tmp_path: Path) -> None:
+    process = serving(tmp_path, local_rank=2)
+    for each in (start_toy(runtime, "learner-1", remote=1, resources=Resources(gpus=["0"])), process):
+        with pytest.raises(BadInput, match=naming("learner.devices", "--nproc-per-node")):
+            await each
 
 
 def test_only_one_process_of_a_machine_checks_it(

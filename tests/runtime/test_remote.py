@@ -19,7 +19,16 @@ import pytest
 from outpace.errors import BadInput, ComponentFailed, ComponentLost, OutpaceError
 from outpace.runtime import wire
 from outpace.runtime.local import LocalRuntime
-from outpace.runtime.remote import INVITATION_FILE, Accepted, Invitation, RemoteProcesses, connect
+from outpace.runtime.remote import (
+    HELLO_BYTES,
+    INVITATION_FILE,
+    Accepted,
+    Invitation,
+    RemoteProcesses,
+    await_start,
+    become_component,
+    connect,
+)
 from runtime_support import start_toy, until
 from support import naming
 
@@ -251,6 +260,47 @@ async def test_a_program_that_got_the_port_of_an_earlier_controller_is_not_obeye
         with await connecting:
             await processes.take("learner-1", 1)
         await processes.close()
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(wire.MAX_FRAME, id="a large frame"),
+        pytest.param(HELLO_BYTES, id="a frame that never ends"),
+    ],
+)
+async def test_a_program_that_is_not_the_controller_does_not_hold_up_a_process(tmp_path: Path, size: int) -> None:
+    left = asyncio.Event()
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.HEADER.pack(size))
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await writer.drain()
+                await asyncio.sleep(0.05)
+                writer.write(b"\0")
+        left.set()
+
+    async with await asyncio.start_server(impostor, "127.0.0.1", 0) as server:
+        old = Invitation(str(tmp_path), server.sockets[0].getsockname()[1], "token", "answer")
+        (tmp_path / INVITATION_FILE).write_bytes(msgspec.json.encode(old))
+        with pytest.raises(BadInput, match=naming("run.dir")):
+            await asyncio.to_thread(connect, tmp_path, 1, "127.0.0.1", 0.5)
+        await left.wait()
+
+
+async def test_a_log_that_cannot_be_written_is_an_error_on_both_sides_that_names_the_setting(
+    runtime: LocalRuntime, tmp_path: Path
+) -> None:
+    def join() -> None:
+        connection = connect(tmp_path, 1, "127.0.0.1", WITHIN_S)
+        start = await_start(connection)
+        become_component(connection, msgspec.structs.replace(start, log=str(tmp_path / "missing" / "log")), {})
+
+    joining = asyncio.create_task(asyncio.to_thread(join))
+    for each in (start_toy(runtime, "learner-1", remote=1), joining):
+        with pytest.raises(BadInput, match=naming("run.dir")):
+            await each
 
 
 async def test_a_process_that_waits_ends_with_the_controller(tmp_path: Path) -> None:

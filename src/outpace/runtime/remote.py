@@ -11,11 +11,12 @@ From then on it is a component like a child, which serves the RPC of `outpace.ru
 
 Invariants
 - Nothing of a peer is read before it has sent the token, and nothing but a small frame before it is accepted. The
-  secrets are in a file that only the user can read. The peer starts nothing before the controller has proved that it
-  knows the second secret: another program may have got the port of a controller that was killed.
+  secrets are in a file that only the user can read. The peer reads one small frame and starts nothing before the
+  controller has proved that it knows the second secret: another program may have got the port of a controller that was
+  killed.
 - Nothing is unpickled: the spec of such a component has no `code`, and `outpace.runtime.child` refuses one that has.
 - Connections are not encrypted, like those of torch.distributed: use them on a private network.
-- A peer that is gone is noticed, also without a word: its kernel answers no more for `SILENT_S`.
+- A peer whose machine acknowledges nothing for `SILENT_S` is treated as gone.
 """
 
 from __future__ import annotations
@@ -277,7 +278,7 @@ def connect(directory: Path, number: int, host: str, within_s: float) -> socket.
         invitation = _read_invitation(directory)
         if invitation is not None:
             try:
-                return _say_hello(invitation, directory, number, host)
+                return _say_hello(invitation, directory, number, host, min(deadline, time.monotonic() + SILENT_S))
             except (OSError, WireError) as error:
                 problem = f"cannot connect to {host}, port {invitation.port}: {error}"
         time.sleep(RETRY_S)
@@ -291,14 +292,13 @@ def _read_invitation(directory: Path) -> Invitation | None:
     return None
 
 
-def _say_hello(invitation: Invitation, directory: Path, number: int, host: str) -> socket.socket:
-    connection = socket.create_connection((host, invitation.port), timeout=TOKEN_S)
+def _say_hello(invitation: Invitation, directory: Path, number: int, host: str, deadline: float) -> socket.socket:
+    connection = socket.create_connection((host, invitation.port), timeout=min(TOKEN_S, _remaining(deadline)))
     try:
-        connection.settimeout(SILENT_S)
         _keep_alive(connection)
         for message in (invitation.token, Hello(number, os.getpid(), socket.gethostname())):
             connection.sendall(wire.frame(wire.encode(message)))
-        reply: Accepted | Refused | None = _receive(connection, Accepted | Refused)
+        reply: Accepted | Refused | None = _receive(connection, Accepted | Refused, HELLO_BYTES, deadline)
         if reply is None:
             raise WireError("the connection was closed")
         if isinstance(reply, Refused):
@@ -321,26 +321,35 @@ def _is_same(directory: Path, other: str) -> bool:
         return False
 
 
-def _receive(connection: socket.socket, kind: Any) -> Any:
+def _receive(connection: socket.socket, kind: Any, limit: int = wire.MAX_FRAME, deadline: float | None = None) -> Any:
     """Return the next frame, None if the connection is closed. Reads not a byte more, which the component will read."""
-    header = _read(connection, HEADER.size)
+    header = _read(connection, HEADER.size, deadline)
     if header is None:
         return None
     (size,) = HEADER.unpack(header)
-    if size > wire.MAX_FRAME:
+    if size > limit:
         raise WireError(f"a frame of {size} bytes")
-    body = _read(connection, size)
+    body = _read(connection, size, deadline)
     return None if body is None else wire.decode(body, kind)
 
 
-def _read(connection: socket.socket, size: int) -> bytes | None:
-    data = b""
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes | None:
+    data = bytearray()
     while len(data) < size:
+        connection.settimeout(None if deadline is None else _remaining(deadline))
         part = connection.recv(size - len(data))
         if not part:
             return None
         data += part
-    return data
+    return bytes(data)
+
+
+def _remaining(deadline: float) -> float:
+    """Return the time until then. Raises `TimeoutError` if it has passed."""
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError("it did not reply in time")
+    return remaining
 
 
 def await_start(connection: socket.socket) -> StartOrder:
@@ -361,9 +370,14 @@ def decline(connection: socket.socket, error: OutpaceError) -> None:
 def become_component(connection: socket.socket, start: StartOrder, gpus: dict[str, str]) -> NoReturn:
     """Replace this program by that of a component, which reads its spec from the connection."""
     environment = without_torchrun(os.environ) | child_environment(start.threads) | start.environment | gpus
-    with open(start.log, "ab") as output:
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
+    try:
+        output = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    except OSError as problem:
+        error = BadInput(f"run.dir: {socket.gethostname()} cannot write to {start.log}: {problem.strerror}")
+        decline(connection, error)
+        raise error from None
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
     os.set_inheritable(connection.fileno(), True)
     command = [sys.executable, "-m", "outpace.runtime.child", str(connection.fileno()), str(os.getppid())]
     os.execve(sys.executable, command, environment)
