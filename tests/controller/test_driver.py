@@ -18,7 +18,7 @@ from outpace.controller.recovery import group_closed_event
 from outpace.errors import ComponentFailed, ComponentLost, CorruptData, NotSaved, Stalled
 from outpace.monitoring import fleet_orders
 from outpace.monitoring.line_file import read_lines
-from outpace.monitoring.metrics import single
+from outpace.monitoring.metrics import aggregated
 from outpace.tasks.stream import Round, StreamedTasks
 from outpace.types import (
     Aggregate,
@@ -421,7 +421,7 @@ class FakeProducer:
     async def produce(self, number: int, step: int) -> dict[str, Aggregate]:
         await self.before(number)
         self.tasks.append_round(Round(number, 6), [Task(f"{number}.{index}", "?") for index in range(6)])
-        return {"producer/rounds": single("sum", 1)}
+        return {"producer/rounds": aggregated("sum", [(1.0, 1.0)])}
 
     async def fleet(self, members: list[FleetMember]) -> None:
         self.fleets.append(members)
