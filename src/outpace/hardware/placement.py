@@ -159,15 +159,17 @@ def listed_gpus(variable: str) -> list[str]:
 
 
 def visible_gpus(config: Config) -> list[str]:
-    """Return the GPUs visible to this process, without loading torch. With run.device = "cuda" at least one is assumed,
-    unless CUDA_VISIBLE_DEVICES is set. With "auto" there are none if the installed torch is a CPU build."""
+    """Return the GPUs visible to this process, without loading torch. CUDA_VISIBLE_DEVICES is believed if
+    run.device = "cuda", so a run can be planned elsewhere. Otherwise there are none if torch is a CPU build, and with
+    "cuda" at least one if it is not."""
     if config.run.device == "auto" and not torch_has_cuda():
         return []
     variable = os.environ.get(CUDA_VISIBLE_DEVICES)
     if variable is not None:
         return listed_gpus(variable)
     count = len(list(Path("/dev").glob("nvidia[0-9]*"))) or int(WSL_DRIVER.exists())
-    return [str(index) for index in range(count or int(config.run.device == "cuda"))]
+    assumed = int(config.run.device == "cuda" and torch_has_cuda())
+    return [str(index) for index in range(count or assumed)]
 
 
 @functools.cache
