@@ -86,11 +86,8 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     def weight_files(self) -> Path | None:
         """This run's folder in `weights.dir`, which other runs may use too. With a learner on several machines, which
         all see the run directory, each start of the run has the same, and removes what a killed one has left."""
-        folder = self.parsed.weights.dir
-        if folder is None:
-            return None
-        of_run = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16]
-        return Path(folder).expanduser() / (of_run if self.several_machines else self.incarnation)
+        name = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16] if self.several_machines else self.incarnation
+        return None if (folder := self.parsed.weights.dir) is None else Path(folder).expanduser() / name
 
 
 class ComponentSpecs:
@@ -115,11 +112,8 @@ class ComponentSpecs:
         settings = ComponentSettings(
             config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), self._torchrun
         )
-        self.weight_folders: list[Path] = []  # on disk, removed with the run
-        if settings.several_machines:
-            self.weight_folders.append(run_dir / WEIGHTS_FOLDER)
-        if settings.weight_files is not None:
-            self.weight_folders.append(settings.weight_files)
+        folders = (run_dir / WEIGHTS_FOLDER if settings.several_machines else None, settings.weight_files)
+        self.weight_folders = list(filter(None, folders))  # on disk, removed with the run
         self._shared_settings: dict[str, Any] = msgspec.to_builtins(settings)
         self._token = secrets.token_hex(16)
         self._logs = run_dir.absolute() / "logs"
