@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,15 @@ def ids(tokenizer: Any, text: str) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize(("cleans_up", "text"), [(False, "so ."), (True, "so.")])
+def test_decoded_text_is_cleaned_up_if_the_tokenizer_does_that(qwen: Any, cleans_up: bool, text: str) -> None:
+    tokenizer = deepcopy(qwen)
+    tokenizer.clean_up_tokenization_spaces = cleans_up
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = cleans_up
+    chat_format = TemplateChatFormat(tokenizer, [])
+    assert {chat_format.decode(ids(qwen, "so ."), special) for special in (False, True)} == {text}
 
 
 @pytest.mark.parametrize(

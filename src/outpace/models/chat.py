@@ -41,7 +41,8 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
 
 
 def text_decoder(tokenizer: Any, special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids, with or without special tokens.
+    """Return a function that decodes token ids: exactly, with special tokens, or without them and cleaned up if the
+    tokenizer does that.
 
     Where transformers only wraps the tokenizer's library, it is called directly: the wrapper takes as long again."""
     from transformers import PreTrainedTokenizerFast

@@ -73,7 +73,7 @@ class ChatFormat(ABC):
 
     def __init__(self, tokenizer: Any, stop_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer
-        self._decode = {special: text_decoder(tokenizer, special) for special in (False, True)}
+        self._decode = text_decoder(tokenizer, special_tokens=False)
         self.stop_ids = tuple(stop_ids)
 
     @abstractmethod
@@ -103,7 +103,7 @@ class ChatFormat(ABC):
 
     def decode(self, tokens: Sequence[int], special_tokens: bool = False) -> str:
         """Return the text, by default without special tokens."""
-        return self._decode[special_tokens](tokens)
+        return str(self._tokenizer.decode(list(tokens))) if special_tokens else self._decode(tokens)
 
     def encode(self, text: str, opens: bool = False) -> list[int]:
         """Return the ids of plain text. `opens`: with the special tokens that a text begins with."""
