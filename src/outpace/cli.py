@@ -13,6 +13,7 @@ import json
 import os
 import re
 import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -118,10 +119,11 @@ def _print_error(error: OutpaceError) -> int:
 def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     from outpace.config.load import dump_toml, load_config
     from outpace.config.validation import resolve
-    from outpace.hardware.placement import planned_placement, visible_gpus
+    from outpace.hardware.placement import missing_machines, planned_placement, visible_gpus
     from outpace.run.background import run_plan
     from outpace.run.plan import UserObjects, load_run_config, make_plan
     from outpace.run.torchrun_rank import serve_rank, with_ranks
+    from outpace.runtime.die_with_parent import die_with_parent
 
     resumes = arguments.resume is not None
     if resumes and arguments.config is not None:
@@ -141,10 +143,13 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
         if is_controller:
             print(dump_toml(resolved), end="")
             placement = planned_placement(resolved, visible_gpus(resolved))
-            print("\n" + "\n".join(f"# {line}" for line in placement.lines(resolved)))
+            lines = [*placement.lines(resolved), missing_machines(resolved, placement)]
+            print("\n" + "\n".join(f"# {line}" for line in lines if line))
         return 0
-    if process is not None and not is_controller:
-        serve_rank(config, process)
+    if process is not None:
+        if not is_controller:
+            serve_rank(config, process)
+        die_with_parent(number=signal.SIGTERM)  # stop as usual if torchrun is killed
     run_plan(make_plan(config, UserObjects(), arguments.quiet), resume=resumes)
     return 0
 

@@ -1,4 +1,5 @@
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from outpace.commands.doctor import (
 )
 from outpace.config import Config
 from outpace.config.load import make_config
-from support import names
+from support import names, naming
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1", "2.13.0+cpu", "2.13.5"])
@@ -125,6 +126,16 @@ def test_the_placement_is_shown_and_an_impossible_one_is_reported() -> None:
     assert "engine-0: GPU 1" in shown.found
     assert not shown.advice
     assert check_placement(make_config({"rollout.gpus": 3}), ["0", "1"]).advice.startswith("rollout.gpus: ")
+
+
+def test_a_learner_with_more_gpus_than_this_machine_needs_torchrun() -> None:
+    elsewhere = {"engine.kind": "vllm", "engine.urls": ["http://node3:8000"], "engine.count": 1}
+    check = check_placement(make_config({**elsewhere, "learner.devices": 4}), ["0", "1"])
+    assert "learner-3: GPU 1 of machine 2" in check.found
+    assert re.search(naming("learner.devices", "torchrun --nnodes 2 --nproc-per-node 2"), check.advice)
+    uneven = check_placement(make_config({**elsewhere, "learner.devices": 3}), ["0", "1"])
+    assert uneven.advice.startswith("learner.devices: ")
+    assert "machine 2" not in uneven.found
 
 
 def printed(checks: list[Check], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:

@@ -136,6 +136,17 @@ def test_the_ranks_of_other_machines_end_with_a_killed_controller(
     assert 0 not in machines.end()
 
 
+def test_the_run_stops_with_a_checkpoint_if_the_torchrun_of_the_controller_is_killed(
+    start: StartRun, settings: Settings, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    machines = Machines(start, tmp_path, *of_run(settings))
+    until_step(machines.first, directory, 4)
+    machines.first.signal(signal.SIGKILL)
+    machines.end()
+    assert summary_of(directory)["exit"] == 3, machines.output
+
+
 def test_a_signal_to_both_torchruns_writes_a_checkpoint_before_the_ranks_end(
     start: StartRun, settings: Settings, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from outpace.hardware.cores import (
     shares_cores,
 )
 from outpace.hardware.cpu import supports_bfloat16
-from outpace.hardware.placement import planned_placement, visible_gpus
+from outpace.hardware.placement import missing_machines, planned_placement, visible_gpus
 
 GIB = 2**30
 MIN_MEMORY = 2 * GIB
@@ -171,9 +171,10 @@ def check_gpu() -> Check:
 def check_placement(config: Config, gpus: Sequence[str]) -> Check:
     """Report the devices that a run with this config would use."""
     try:
-        return Check("Placement", "; ".join(planned_placement(config, gpus).lines(config)))
+        placement = planned_placement(config, gpus)
     except BadInput as error:
         return Check("Placement", "not possible", str(error))
+    return Check("Placement", "; ".join(placement.lines(config)), missing_machines(config, placement))
 
 
 def check_extras(installed: Mapping[str, bool]) -> Check:

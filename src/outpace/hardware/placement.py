@@ -199,9 +199,25 @@ def planned_placement(config: Config, gpus: Sequence[str]) -> Placement:
     """Like `placement_of` with these visible GPUs, also for a run on several machines that torchrun has not started
     yet: a learner with more devices than this machine has GPUs uses all of them, and as many on every other machine."""
     ranks = local_ranks(config)
-    if torchrun_process() is None and config.run.device != "cpu" and gpus:
-        ranks = min(ranks, len(gpus))
+    if torchrun_process() is None and config.run.device != "cpu" and 0 < len(gpus) < ranks:
+        if ranks % len(gpus):
+            raise BadInput(
+                f"learner.devices: {ranks} GPUs for the learner, but {_count(len(gpus))} visible, and {ranks} cannot "
+                f"be divided among machines with {len(gpus)}; set another number, or use torchrun"
+            )
+        ranks = len(gpus)
     return assign_gpus(config, gpus, ranks)
+
+
+def missing_machines(config: Config, placement: Placement) -> str:
+    """Return how to start a planned run that needs more machines than this one, empty if it does not."""
+    devices, local = config.learner.devices, len(placement.learners)
+    if torchrun_process() is not None or devices == local:
+        return ""
+    return (
+        f"learner.devices: {devices} GPUs for the learner need {devices // local} machines like this one; start the "
+        f"run with torchrun --nnodes {devices // local} --nproc-per-node {local}, or lower it"
+    )
 
 
 def local_ranks(config: Config) -> int:

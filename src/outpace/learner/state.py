@@ -214,7 +214,7 @@ class Counters(msgspec.Struct, frozen=True):
     tokens: int
     bad_steps: int
     engine_kl: float = 0.0
-    frozen: int = 0  # `LoraAdapters.frozen_sum` of the base model
+    frozen: int = 0  # `LoraAdapters.base_checksum`
 
 
 # -------------------------------------------------------------------------------------------------------------- saving

@@ -23,11 +23,12 @@ CANNOT_START = 127
 """Exit code if the program could not be executed, as in shells."""
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when the thread that started it ends. Linux only; elsewhere the process must
-    notice a closed socket. If the process with pid `parent` has already ended, this process exits immediately."""
+def die_with_parent(parent: int | None = None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends. Linux only; elsewhere the
+    process must notice a closed socket. If the process with pid `parent` has already ended, this process exits
+    immediately."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
         os._exit(CANNOT_START)
 
