@@ -230,7 +230,7 @@ class RemoteProcesses:
         channel.send(Accepted(self._answer))
         connected.set_result(RemoteProcess(channel, hello))
         if self._server is not None and all(each.done() for each in self._connected.values()):
-            self._server.close()  # nobody else may connect
+            self._server.close()  # all have connected
 
 
 def _listening_socket(loopback: bool) -> socket.socket:
