@@ -3,6 +3,7 @@
     python benchmarks/learner_memory.py                             a table for three sizes of Qwen2.5
     python benchmarks/learner_memory.py --model.path Qwen/Qwen3-8B  for another model, which is downloaded if necessary
     python benchmarks/learner_memory.py --kl.coefficient 0.1        with other settings
+    python benchmarks/learner_memory.py --learner.devices 64        for one number of GPUs
 
 Columns, in GB: weights, gradients and optimizer state; what is gathered; activations of a full pass; the sum of these;
 the sum without `learner.reshard`; the sum with `learner.offload`, and the host memory that this takes.
@@ -23,7 +24,7 @@ from outpace.config.validation import resolve
 from outpace.hardware.memory import GB, ModelShape, gathered_memory, learner_memory, learner_state
 from outpace.models.loading import resolve_model
 
-DEVICES = (4, 8)
+DEVICES = (4, 8, 16, 32)
 QWEN = {
     "1.5B": ModelShape(1_543_714_304, 28, 1536, 12, 2, 128, 8960, 151_936, 32_768, 1),
     "7B": ModelShape(7_615_616_512, 28, 3584, 28, 4, 128, 18_944, 152_064, 32_768, 2),
@@ -67,9 +68,10 @@ def main(arguments: Sequence[str]) -> None:
         if shape is None:
             sys.exit(f"model.path: {path} lacks values that the estimate needs")
         shapes = {path: shape}
+    counts = (settings["learner.devices"],) if "learner.devices" in settings else DEVICES
     table = Table("model", "GPUs", "state", "gathered", "pass", "total", "no reshard", "offload", "host")
     for name, shape in shapes.items():
-        for devices in DEVICES:
+        for devices in counts:
             table.add_row(name, str(devices), *(f"{value:.0f}" for value in columns(settings, shape, devices)))
     Console().print(table)
 

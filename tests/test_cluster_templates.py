@@ -70,6 +70,8 @@ def commands_of(script: str, tmp_path: Path, **variables: str) -> list[list[str]
         "HOME": str(tmp_path),
         "RECORD": str(record),
         "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_GPUS_PER_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "32",
         "NODES": "2",
         "RUN": str(tmp_path / "run"),
         "WEIGHTS_DIR": str(tmp_path / "weights"),
@@ -168,12 +170,11 @@ def test_torchrun_on_one_node_starts_a_process_for_every_gpu_of_the_learner(tmp_
 
 
 def test_torchrun_on_several_nodes_uses_the_servers_of_others(tmp_path: Path) -> None:
-    (words,) = commands_of(
-        "bash examples/cluster/torchrun.sh", tmp_path, NODES="2", ENDPOINT="node1:29500", URLS="http://node3:8000"
-    )
+    place = {"NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node1"}
+    (words,) = commands_of("bash examples/cluster/torchrun.sh", tmp_path, **place, URLS="http://node3:8000")
     options, config = torchrun_of(tmp_path), resolve(config_of(words))
     assert (options["--nnodes"], options["--nproc-per-node"]) == ("2", "8")
-    assert options["--rdzv-endpoint"] == "node1:29500"
+    assert (options["--node-rank"], options["--master-addr"]) == ("1", "node1")
     assert config.learner.devices == 16
     placement = assign_gpus(config, EIGHT, ranks=8)
     assert shown(placement.learners) == EIGHT
@@ -197,6 +198,33 @@ def test_on_many_nodes_the_learner_can_have_several(tmp_path: Path) -> None:
     assert options["--master-addr"] == "node1"
     assert config.learner.devices == 16
     assert config.engine.urls == [f"http://node{node}:8000" for node in range(3, 9)]
+
+
+def test_on_many_nodes_the_gpus_per_node_are_those_of_the_job(tmp_path: Path) -> None:
+    script = "bash examples/cluster/slurm_many_nodes.sh"
+    calls = commands_of(script, tmp_path, NODES="4", LEARNER_NODES="2", SLURM_GPUS_PER_NODE="h100:4")
+    serve, train = sorted(calls, key=lambda words: words[0])
+    assert shown(assign_servers(config_of(serve), EIGHT[:4])) == ["0+1+2+3"]
+    assert torchrun_of(tmp_path)["--nproc-per-node"] == "4"
+    assert config_of(train).learner.devices == 8
+
+
+@pytest.mark.parametrize(
+    ("script", "variable", "value"),
+    [
+        ("slurm_many_nodes.sh", "TENSOR_PARALLEL", "3"),
+        ("slurm_many_nodes.sh", "TENSOR_PARALLEL", "16"),
+        ("slurm_many_nodes.sh", "LEARNER_NODES", "2"),
+        ("torchrun.sh", "NODE_RANK", ""),
+    ],
+)
+def test_a_wrong_variable_is_refused_in_one_line(
+    script: str, variable: str, value: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        commands_of(f"bash examples/cluster/{script}", tmp_path, **{variable: value})
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"{variable}:" in line
 
 
 def test_a_second_start_on_many_nodes_continues_the_run_with_the_servers_of_this_job(tmp_path: Path) -> None:

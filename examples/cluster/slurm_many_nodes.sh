@@ -3,8 +3,9 @@
 # checkout, with `outpace` and `torchrun` on the path of every node:
 #   sbatch examples/cluster/slurm_many_nodes.sh                                  # 16 GPUs, 8 of them for the learner
 #   LEARNER_NODES=2 sbatch --nodes=8 examples/cluster/slurm_many_nodes.sh        # 64 GPUs, 16 of them for the learner
-# The checkout and the environments must be in a folder that all nodes share. A job that is submitted again continues
-# the run. Anyone who can reach the servers can change their weights: use this on a private network only.
+# The 32B model of many_nodes.toml needs GPUs with 141 GB for a learner on one node; with 80 GB, use LEARNER_NODES=2 or
+# more. The checkout and the environments must be in a folder that all nodes share. A job that is submitted again
+# continues the run. Anyone who can reach the servers can change their weights: use this on a private network only.
 #SBATCH --job-name=outpace
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -20,14 +21,23 @@ config=examples/cluster/many_nodes.toml
 run=${RUN:-runs/many_nodes}
 vllm=${VLLM_PYTHON:-$HOME/vllm/bin/python}
 weights=${WEIGHTS_DIR:-$PWD/weights} # shared by all nodes; every server gets its own copy of the weights here
-tensor=${TENSOR_PARALLEL:-8}
+gpus=${SLURM_GPUS_PER_NODE##*:} # --gpus-per-node, also of the form h100:8
+tensor=${TENSOR_PARALLEL:-$gpus}
 learners=${LEARNER_NODES:-1} # nodes of the learner
 port=8000
-count=$((8 / tensor)) # servers per node
+count=$((gpus / tensor)) # servers per node
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # since SLURM 22.05, srun does not take it from sbatch
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 learner_nodes=("${nodes[@]:0:learners}")
 server_nodes=("${nodes[@]:learners}")
+if ((gpus % tensor)); then
+  echo "TENSOR_PARALLEL: $tensor does not divide the $gpus GPUs of a node; set a divisor" >&2
+  exit 2
+elif ((learners >= ${#nodes[@]})); then
+  echo "LEARNER_NODES: $learners of ${#nodes[@]} nodes leave none for servers; lower it, or use more with --nodes" >&2
+  exit 2
+fi
 
 # Servers: one `outpace serve` per node, which stops its servers when it gets SIGTERM.
 srun --nodes="${#server_nodes[@]}" --ntasks="${#server_nodes[@]}" --nodelist="$(IFS=, && echo "${server_nodes[*]}")" \
@@ -56,11 +66,11 @@ if [ -e "$run/config.toml" ]; then
   arguments=(--resume "$run")
 fi
 mkdir -p "$weights"
-arguments+=(--engine.urls "$(IFS=, && echo "${urls[*]}")" --weights.dir "$weights" --learner.devices $((8 * learners)))
+arguments+=(--engine.urls "$(IFS=, && echo "${urls[*]}")" --weights.dir "$weights" --learner.devices $((gpus * learners)))
 if [ "$learners" -gt 1 ]; then
   # shellcheck disable=SC2016 # every task expands its own SLURM_PROCID
   srun --nodes="$learners" --ntasks="$learners" --nodelist="$(IFS=, && echo "${learner_nodes[*]}")" \
-    bash -c 'exec torchrun --node-rank "$SLURM_PROCID" "$@"' bash --nnodes "$learners" --nproc-per-node 8 \
+    bash -c 'exec torchrun --node-rank "$SLURM_PROCID" "$@"' bash --nnodes "$learners" --nproc-per-node "$gpus" \
     --master-addr "${nodes[0]}" --master-port 29500 -m outpace train "${arguments[@]}" &
 else
   outpace train "${arguments[@]}" &

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.learner_memory import DEFAULTS, DEVICES, QWEN, columns
+import pytest
+from benchmarks.learner_memory import DEFAULTS, DEVICES, QWEN, columns, main
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 ROW = re.compile(r"^\| ([\d.]+B) \| (\d+) \|((?: \d+ \|)+)$", re.MULTILINE)
@@ -29,3 +30,8 @@ def test_the_columns_add_up() -> None:
         assert abs(state + gathered + in_pass - total) < 0.1
         assert without_reshard > total > offloaded
         assert abs(4 * state - host) < 0.1
+
+
+def test_the_number_of_gpus_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--learner.devices", "64"])
+    assert re.findall(r"^│ \S+ +│ (\d+) ", capsys.readouterr().out, re.MULTILINE) == ["64"] * len(QWEN)

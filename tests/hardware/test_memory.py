@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from outpace.config.load import dump_settings, load_config
+from outpace.config.validation import resolve
 from outpace.errors import BadInput
 from outpace.hardware.memory import (
     AvailableMemory,
@@ -24,6 +26,7 @@ from outpace.hardware.memory import (
     fitting_tokens_per_pass,
     learner_memory,
     parse_gpu_totals,
+    with_tokens_per_pass,
 )
 from outpace.hardware.placement import assign_gpus
 from outpace.models.loading import resolve_model
@@ -422,3 +425,16 @@ def test_a_pass_of_the_chosen_size_fits_beside_an_idle_engine() -> None:
 
 def test_a_deterministic_run_packs_the_same_passes_on_every_machine() -> None:
     assert chosen_tokens({"run.deterministic": True, "run.device": "cpu"}, 140 * GB) == 16_384
+
+
+def test_a_resume_on_other_hardware_chooses_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('model.path = "starter"\nrun.device = "cpu"\n')
+
+    def start(memory: float) -> int:
+        monkeypatch.setattr("outpace.hardware.memory.available_memory", lambda _: AvailableMemory({}, int(memory)))
+        config = with_tokens_per_pass(resolve(load_config(file)), resolve_model("starter"))
+        file.write_text(dump_settings(config))  # as in a run directory
+        return config.learner.resolved_tokens_per_pass
+
+    assert start(140 * GB) > start(GB)

@@ -21,7 +21,7 @@ from outpace.run.torchrun_rank import serve_rank, with_ranks
 from outpace.runtime.components import Resources
 from outpace.runtime.local import LocalRuntime
 from outpace.runtime.remote import RemoteProcesses, StartOrder
-from outpace.runtime.torchrun import TorchrunProcess, torchrun_process, without_torchrun
+from outpace.runtime.torchrun import TorchrunProcess, resume_command, torchrun_process, without_torchrun
 from runtime_support import start_toy
 from support import naming
 
@@ -61,6 +61,16 @@ def test_one_process_or_another_launcher_is_not_torchrun() -> None:
 def test_an_incomplete_environment_names_the_variable() -> None:
     with pytest.raises(BadInput, match=naming("MASTER_PORT")):
         torchrun_process({name: value for name, value in VARIABLES.items() if name != "MASTER_PORT"})
+
+
+def test_a_run_under_torchrun_is_resumed_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Path("runs/large")
+    assert resume_command(run) == "outpace train --resume runs/large"
+    under_torchrun(monkeypatch)
+    command = resume_command(run)
+    assert command.startswith("torchrun")
+    assert "train --resume runs/large" in command
+    assert "4" in command
 
 
 def test_children_get_no_variables_of_torchrun() -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from outpace.config import Config
-from outpace.config.defaults import with_values
+from outpace.config.defaults import with_defaults
 from outpace.config.sections import DEFAULT_TOKENS_PER_PASS
 from outpace.errors import BadInput
 from outpace.hardware.placement import GpuAssignment, Placement, placement_of
@@ -364,12 +364,14 @@ def _does_not_fit(largest: MemoryEstimate, least: int, room: float, where: str, 
 
 
 def with_tokens_per_pass(config: Config, model: Path) -> Config:
-    """Return the config with `learner.tokens_per_pass`, chosen by this machine's memory unless it is set."""
+    """Return the config with `learner.tokens_per_pass`, chosen by this machine's memory unless it is set.
+
+    The choice does not count as set by the user: a resume on other hardware chooses again."""
     if config.learner.tokens_per_pass is not None:
         return config
     placement = placement_of(config)
     tokens = fitting_tokens_per_pass(config, placement, ModelShape.read(model), available_memory(placement))
-    return with_values(config, {"learner.tokens_per_pass": tokens})
+    return with_defaults(config, {"learner.tokens_per_pass": tokens})
 
 
 def memory_warnings(config: Config, placement: Placement, model: Path) -> list[str]:

@@ -44,6 +44,7 @@ from outpace.monitoring import rollout_files
 from outpace.monitoring.line_file import LineFile, filter_lines, read_lines, write_atomically
 from outpace.monitoring.summary import Summary
 from outpace.runtime.remote import INVITATION_FILE
+from outpace.runtime.torchrun import resume_command
 from outpace.types import Aggregate, Failure
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -218,7 +219,7 @@ class RunLog:
             log.abandon()
             remedy = "choose another directory, or replace it with run.overwrite = true"
             if (path / RESOLVED_FILE).exists():
-                remedy = f"continue its run with outpace train --resume {path}, {remedy}"
+                remedy = f"continue its run with {resume_command(path)}, {remedy}"
             raise BadInput(f"run.dir: {path} is not empty; {remedy}")
         return log
 

@@ -50,6 +50,7 @@ from outpace.run.resume import (
     save_task_fingerprint,
 )
 from outpace.run.start import Launcher, launch
+from outpace.runtime.torchrun import resume_command
 from outpace.tasks.order import TaskOrder
 from outpace.types import Version
 
@@ -160,7 +161,7 @@ class RunSession:
 
     def _resume_hint(self, steps: int | None = None) -> str:
         """Return how to resume the run, "" if it has no checkpoint. `steps`: those that were trained, if known."""
-        how = "train(resume=True)" if self._plan.objects else f"outpace train --resume {self._log.dir}"
+        how = "train(resume=True)" if self._plan.objects else resume_command(self._log.dir)
         kept = max(commit.list_steps(self._log.dir / CHECKPOINTS), default=0)
         again = "" if kept == steps else f", from step {kept}"
         if again and self._config.run.deterministic:

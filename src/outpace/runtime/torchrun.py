@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from outpace.errors import BadInput
 
@@ -46,6 +47,14 @@ def torchrun_process(environment: Mapping[str, str] = os.environ) -> TorchrunPro
         )
     except (KeyError, ValueError) as error:
         raise BadInput(f"{RUN_ID}: is set, as by torchrun, but not all of {', '.join(_VARIABLES)}: {error}") from None
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes a run in the way this process was started."""
+    process = torchrun_process()
+    if process is None:
+        return f"outpace train --resume {run}"
+    return f"torchrun ... -m outpace train --resume {run} ({process.size} processes)"
 
 
 def refuse_torchrun(what: str) -> None:

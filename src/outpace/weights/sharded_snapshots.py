@@ -6,7 +6,7 @@
 The first rank owns the files. The others open them when they first write into them.
 
     ShardedSnapshotWriter   ranks on one machine map the file, in shared memory
-    SharedFolderWriter      ranks on several machines write to a file in a folder that all see
+    SharedFolderWriter      ranks on several machines write to a file in a folder that all machines share
 
 On a network file system two machines must not map the same file: each would write back whole pages, with the old rows
 of the others. So those ranks write exactly their own bytes, and wait until the server has them.
@@ -122,7 +122,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
         if not directory.is_dir():
             raise BadInput(
                 f"weights.dir: {socket.gethostname()} does not see {directory}, which the learner made on the first "
-                "machine; set a folder that all machines see under the same path"
+                "machine; set a folder that all machines share under the same path"
             )
 
     def preallocate(self, leased: Collection[Version]) -> None:
