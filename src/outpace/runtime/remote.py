@@ -183,7 +183,7 @@ class RemoteProcesses:
             raise ComponentFailed(
                 name,
                 f"its process of torchrun did not connect within learner.collective_timeout_s = {self._within_s:g} s; "
-                "run.dir must be in a folder that all machines see, and they must reach this one over TCP",
+                "run.dir must be in a folder that all machines share, and they must reach this one over TCP",
             ) from None
 
     async def close(self) -> None:
