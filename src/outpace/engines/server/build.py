@@ -45,7 +45,7 @@ class EngineSetup:
     scratch: Path
     logs: Path
     gpus: GpuAssignment
-    weight_files: Path | None  # the run's folder in weights.dir
+    weight_files: Path | None = None  # the run's folder in weights.dir
 
 
 async def build_server_engine(
