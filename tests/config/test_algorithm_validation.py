@@ -59,12 +59,12 @@ def test_settings_that_would_apply_a_ratio_twice_are_refused(values: dict[str, A
         (
             {"policy_loss.name": "importance"},
             "policy_loss.name",
-            'truncated_is "token" pacing.max_lag 2 1 algorithm.allow_unbounded',
+            'truncated_is "token" pacing.max_lag 4 1 algorithm.allow_unbounded',
         ),
         (
             {"policy_loss.name": "importance", "correction.masks": ["sequence"]},
             "policy_loss.name",
-            "pacing.max_lag 2",
+            "pacing.max_lag 4",
         ),
         (
             {"policy_loss.name": "importance", "pacing.max_lag": 0, "replay.fraction": 0.5},
@@ -76,12 +76,12 @@ def test_settings_that_would_apply_a_ratio_twice_are_refused(values: dict[str, A
             "correction.cap",
             'pacing.max_lag replay.max_age "token"',
         ),
-        ({**PPO, "correction.cap": 0}, "correction.cap", 'pacing.max_lag 2 "token"'),
-        ({**PPO, "correction.cap": 0, "correction.masks": ["sequence"]}, "correction.cap", 'pacing.max_lag 2 "token"'),
+        ({**PPO, "correction.cap": 0}, "correction.cap", 'pacing.max_lag 4 "token"'),
+        ({**PPO, "correction.cap": 0, "correction.masks": ["sequence"]}, "correction.cap", 'pacing.max_lag 4 "token"'),
         (
             {**PPO, "correction.cap": 0, "correction.weight": "sequence", "correction.masks": ["token", "geometric"]},
             "correction.cap",
-            'pacing.max_lag 2 "sequence"',
+            'pacing.max_lag 4 "sequence"',
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_setting_that_nothing_reads_is_refused(values: dict[str, Any], key: st
             "difficulty.easy_above",
             "difficulty.hard_below 0.5",
         ),
-        ({"governor.min_lag": 2}, "governor.min_lag", "2 pacing.max_lag 1 governor.enabled"),
+        ({"governor.min_lag": 4}, "governor.min_lag", "4 pacing.max_lag 3 governor.enabled"),
         ({"governor.enabled": True, "pacing.max_lag": 0}, "governor.enabled", "pacing.max_lag 0"),
         ({"difficulty.easy_above": 0.9, "run.epochs": 1}, "difficulty.easy_above", "run.epochs 1"),
         ({"difficulty.hard_below": 0.1, "run.epochs": 1}, "difficulty.hard_below", "run.epochs 1"),

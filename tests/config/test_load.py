@@ -427,7 +427,7 @@ def test_help_lists_every_setting_with_type_default_and_meaning() -> None:
         assert f"--{key}  " in text
         assert info.description, f"{key} has no docstring"
     lines = {line.split()[0]: line for line in text.splitlines() if line.lstrip().startswith("--")}
-    assert names(lines["--pacing.max_lag"], "integer 2")
+    assert names(lines["--pacing.max_lag"], "integer 4")
     assert names(lines["--pacing.on_stale"], 'wait|requeue|drop|train "wait"')
     assert names(lines["--rewards.weights"], "list number none")
     assert names(lines["--advantage.name"], "text")

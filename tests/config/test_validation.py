@@ -25,7 +25,7 @@ from support import names
         ({"eval.sets": {"a/b": "guess"}}, "eval.sets", "'a/b'"),
         ({"eval.sets": {"reward": "guess"}}, "eval.sets", "'reward'"),
         ({"tasks.name": "countdown", "tasks.path": "a.jsonl"}, "tasks.path", "tasks.name countdown"),
-        ({"weights.every": 4}, "weights.every", "pacing.max_lag 2 3"),
+        ({"weights.every": 6}, "weights.every", "pacing.max_lag 4 5"),
         ({"weights.every": 2, "pacing.max_lag": 0}, "weights.every", "pacing.max_lag 0 1"),
         ({"rewards.functions": ["a", "b"], "rewards.weights": [1.0]}, "rewards.weights", "2 1"),
         ({"rewards.functions": ["m:score", "m:score"]}, "rewards.functions", "m:score"),

@@ -37,7 +37,7 @@ def test_a_short_run_raises_the_held_out_reward(
     summary = json.loads((run / "summary.json").read_text())
     assert 0.2 <= summary["eval_first"] <= 0.5, "room to improve, and something to find"
     assert summary["eval_last"] >= summary["eval_first"] + 0.1
-    assert summary["lag_max"] <= 2
+    assert summary["lag_max"] <= 4
     rewarded = [line for line in read_lines(run / "metrics.jsonl") if reward_metric in line]
     assert rewarded
     assert rewarded[-1]["episode/tool_calls"] > 0

@@ -93,7 +93,8 @@ def test_epochs_visit_every_task_exactly_once_and_the_last_partial_batch_is_trai
 
 @pytest.mark.parametrize("update", ["inflight", "drain"])
 def test_weights_can_be_published_every_other_step_in_flight_or_drained(settings: Settings, update: str) -> None:
-    config = {**settings, "weights.every": 2, "weights.update": update, "run.steps": 4, **INLINE}
+    every_other = {"weights.every": 2, "weights.update": update, "pacing.max_lag": 2}
+    config = {**settings, **every_other, "run.steps": 4, **INLINE}
     loaded: list[int] = []
 
     class Watch(api.Callback):

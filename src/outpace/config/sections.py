@@ -266,7 +266,7 @@ class PacingConfig(Section):
     Start with `pacing.max_lag`, `pacing.depth` and `pacing.groups_per_step`.
     """
 
-    max_lag: int = Field(default=2, ge=0)
+    max_lag: int = Field(default=4, ge=0)
     """Maximum staleness: no token is trained on more than `max_lag` versions after it was sampled. 0 is synchronous
     training."""
     depth: float = Field(default=1.0, ge=0)
