@@ -11,16 +11,18 @@ the sum without `learner.reshard`; the sum with `learner.offload`, and the host 
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from outpace.commands.bench_options import BenchParser, run_benchmark
 from outpace.config import Config
 from outpace.config.load import make_config, parse_arguments
 from outpace.config.validation import resolve
+from outpace.errors import BadInput
 from outpace.hardware.memory import GB, ModelShape, gathered_memory, learner_memory, learner_state
 from outpace.models.loading import resolve_model
 
@@ -60,13 +62,17 @@ def columns(settings: dict[str, Any], shape: ModelShape, devices: int) -> list[f
     return [count / GB for count in gigabytes]
 
 
-def main(arguments: Sequence[str]) -> None:
-    settings = {**DEFAULTS, **parse_arguments(arguments)}
+def main(words: Sequence[str]) -> int:
+    parser = BenchParser(
+        prog="learner_memory.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _, given = parser.parse_known_args(words)
+    settings = {**DEFAULTS, **parse_arguments(given)}
     shapes = QWEN
     if path := settings.get("model.path"):
         shape = ModelShape.read(resolve_model(path))
         if shape is None:
-            sys.exit(f"model.path: {path} lacks values that the estimate needs")
+            raise BadInput(f"model.path: {path} lacks values that the estimate needs")
         shapes = {path: shape}
     counts = (settings["learner.devices"],) if "learner.devices" in settings else DEVICES
     table = Table("model", "GPUs", "state", "gathered", "pass", "total", "no reshard", "offload", "host")
@@ -74,7 +80,8 @@ def main(arguments: Sequence[str]) -> None:
         for devices in counts:
             table.add_row(name, str(devices), *(f"{value:.0f}" for value in columns(settings, shape, devices)))
     Console().print(table)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_benchmark(main)
