@@ -27,7 +27,7 @@ INTRODUCTION = """\
 outpace reads settings from three places. Later ones take precedence: defaults, a TOML or YAML file, the command line.
 
 ```bash
-outpace train my_run.toml --pacing.max_lag 4 --rewards.functions my_rewards.py:score,my_rewards.py:form
+outpace train my_run.toml --pacing.max_lag 2 --rewards.functions my_rewards.py:score,my_rewards.py:form
 outpace train --help        # all settings with types and defaults
 outpace train --help pacing # the settings of one section
 outpace train --dry-run     # print the resolved config as TOML, without starting a run
@@ -41,7 +41,7 @@ path = "starter"
 name = "countdown"
 
 [pacing]
-max_lag = 2
+max_lag = 4
 groups_per_step = 64
 
 [run]
