@@ -169,7 +169,7 @@ def test_the_command_reads_a_file_and_options_and_prints_json(tmp_path: Path, ca
         (["--cluster.devices"], "cluster.devices", "integer"),
         (["--cluster.training", "16"], "cluster.training", "16 1"),
         (["--workload.lengths", "list"], "workload.length_list", 'workload.lengths "list"'),
-        (["--weights.every", "9"], "weights.every", "9 pacing.max_lag 8 2"),
+        (["--weights.every", "9"], "weights.every", "9 pacing.max_lag 8 4"),
         (["--workload.filtered=0.7", "--workload.failed=0.3"], "workload.failed", "workload.filtered"),
         (["--workload.sigma", "nan"], "workload.sigma", "finite nan"),
     ],
