@@ -80,7 +80,7 @@ def test_a_learner_on_two_machines_trains_and_both_torchruns_succeed(
     assert machines.end(300) == (0, 0), machines.output
     assert steps_of(directory) == list(range(1, STEPS + 1))
     assert visits_of(directory) == every_task_once(EPOCHS)
-    assert summary_of(directory)["lag_max"] <= 2
+    assert summary_of(directory)["lag_max"] <= 4
     assert (directory / "checkpoints" / f"step-{STEPS:06d}").is_dir()
     assert not {WEIGHTS_FOLDER, INVITATION_FILE} & set(os.listdir(directory))
 

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ten_asynchronous_steps_complete(run: Path) -> None:
     assert json.loads((run / "summary.json").read_text())["steps"] == STEPS
     lags = [line["lag/max"] for line in read_lines(run / "metrics.jsonl")]
-    assert 1 <= max(lags) <= 2, "some tokens were sampled by an older policy, none by one beyond the bound"
+    assert 1 <= max(lags) <= 4, "some tokens were sampled by an older policy, none by one beyond the bound"
 
 
 def test_sampler_and_learner_agree_within_the_noise_of_float32(run: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_run_on_a_real_server_learns_and_weights_change_during_sequences(start
     assert all(line["sync/pause_s"] > 0 and line["sync/bytes"] > 0 for line in loads)
     assert max(line["completions/mixed_versions"] for line in lines) > 0
     assert swapped_inside(run.directory) > 0
-    assert summary["lag_max"] <= 2
+    assert summary["lag_max"] <= 4
     first = next(line for line in lines if line["lag/max"] == 0)
     assert first["offpolicy/kl"] < 1e-4, "sampler and learner agree while they have the same weights"
 
