@@ -86,8 +86,10 @@ class ComponentSettings(msgspec.Struct, frozen=True):
     def weight_files(self) -> Path | None:
         """This run's folder in `weights.dir`, which other runs may use too. With a learner on several machines, which
         all see the run directory, each start of the run has the same, and removes what a killed one has left."""
-        name = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16] if self.several_machines else self.incarnation
-        return None if (folder := self.parsed.weights.dir) is None else Path(folder).expanduser() / name
+        if (folder := self.parsed.weights.dir) is None:
+            return None
+        of_run = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16]
+        return Path(folder).expanduser() / (of_run if self.several_machines else self.incarnation)
 
 
 class ComponentSpecs:
@@ -108,9 +110,8 @@ class ComponentSpecs:
         # Child processes see only their own GPUs, so settings that depend on all GPUs are resolved here.
         weights = config.weights.model_copy(update={"transport": self.placement.transport})
         config = self._config = config.model_copy(update={"weights": weights})
-        self._torchrun = torchrun_process()
-        settings = ComponentSettings(
-            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), self._torchrun
+        self._settings = settings = ComponentSettings(
+            config.model_dump(), secrets.token_hex(8), str(run_dir.absolute()), str(runtime_dir), torchrun_process()
         )
         folders = (run_dir / WEIGHTS_FOLDER if settings.several_machines else None, settings.weight_files)
         self.weight_folders = list(filter(None, folders))  # on disk, removed with the run
@@ -173,9 +174,9 @@ class ComponentSpecs:
         """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Ranks
         that torchrun has started choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
-        several = self._torchrun is not None and self._torchrun.several_machines
         gpus = self.placement.learners
-        connect_s = 0.0 if self._torchrun is None else self._config.learner.collective_timeout_s
+        torchrun, several = self._settings.torchrun, self._settings.several_machines
+        connect_s = 0.0 if torchrun is None else self._config.learner.collective_timeout_s
         return [
             ComponentSpec(
                 learner_name(rank),
@@ -187,7 +188,7 @@ class ComponentSpecs:
                 environment=rank_environment(self._logs, several) if self._config.learner.sharded else {},
                 code=self._learner_code,
                 start_s=START_DEADLINE_S + connect_s,  # the first rank waits until the others have connected
-                remote=rank if rank > 0 and self._torchrun is not None else None,
+                remote=rank if rank > 0 and torchrun is not None else None,
                 listen=self._learner_socket if calls and rank == 0 else None,
                 token=self._token,
             )
