@@ -262,6 +262,7 @@ def test_a_damaged_answer_loses_no_others_when_files_are_rewritten(open_log: Ope
     path.write_bytes(whole[: len(whole) // 2 - 1] + b"?" + whole[len(whole) // 2 :])
     record(log, 3)
     record(log, 4)
+    log.find(0)
     for position in (3, 4):
         log.close_group(position)
     record(log, 5)
@@ -332,6 +333,28 @@ def test_a_slow_disk_drops_answers_instead_of_using_more_memory(
     resume.set()
     assert 10 <= len(keys(log, 1)) <= 12
     assert len(caplog.records) == 1
+
+
+def test_answers_of_a_group_that_is_closed_soon_are_not_written(
+    open_log: OpenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_log, "GATHER_S", 60.0)  # the log writes only when `find` asks
+    log = open_log()
+    record(log, 1)
+    record(log, 2)
+    log.close_group(1)
+    assert keys(log, 2) == [(0, 0)]
+    assert survey_turns(tmp_path).keys() == {2}
+    assert disk(tmp_path) == len(b"".join(pack_answer(ordered(2), 0, 0, digest_request(PROMPT, SAMPLING), answer(3))))
+
+
+def test_an_answer_is_found_until_its_group_is_closed(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_log, "GATHER_S", 60.0)
+    log = open_log()
+    record(log, 1)
+    assert keys(log, 1) == [(0, 0)]
+    log.close_group(1)
+    assert keys(log, 1) == []
 
 
 def test_a_file_truncated_at_any_byte_gives_its_complete_answers(open_log: OpenLog, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ Invariants
 - A head identifies the request that the answer was sampled for: the episode, the request number, and a digest of prompt
   and sampling parameters. The answer is used for no other request.
 - An answer is skipped if the head at its place has changed since it was indexed.
-- Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues.
+- Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues. A killed
+  process loses the answers of the last `GATHER_S`.
 - The files of a worker hold at most as many bytes of closed groups as of open ones, plus `SPARE_BYTES`.
 """
 
@@ -20,10 +21,11 @@ import hashlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -224,13 +226,35 @@ def _head_of(path: Path, entry: JournalEntry) -> RecordedAnswer | ClosedGroup | 
 SPARE_BYTES = 4 << 20
 MOST_WAITING = 2_000
 """Maximum number of queued jobs. When it is reached, answers are not recorded."""
-GATHER_S = 0.05
-"""Pause of the writer thread between batches: waking a thread costs more than writing."""
+GATHER_S = 0.5
+"""Pause of the writer thread between batches. Answers of groups that were closed meanwhile are not written."""
 
 Recorded = list[tuple[RecordedAnswer, Generation]]
 
 
-_Job = Callable[[], None]
+class _Job(NamedTuple):
+    """What the writer thread runs. `records`: the position of the group whose answer it records. `closes`: that of the
+    group that it closes."""
+
+    run: Callable[[], None]
+    records: int | None = None
+    closes: int | None = None
+
+
+def _without_closed(jobs: Sequence[_Job | None]) -> list[_Job | None]:
+    """Leave out the answers of groups that are closed after them."""
+    kept: list[_Job | None] = []
+    closed: set[int] = set()
+    for job in reversed(jobs):
+        if job is not None and job.records is not None:
+            if job.records in closed:
+                continue
+        elif job is not None and job.closes is not None:
+            closed.add(job.closes)
+        else:
+            closed.clear()  # reads what was recorded before
+        kept.append(job)
+    return kept[::-1]
 
 
 class TurnLog:
@@ -247,8 +271,12 @@ class TurnLog:
     def record(
         self, order: GroupOrder, episode: int, number: int, prompt: Ints, sampling: Sampling, answer: Generation
     ) -> None:
-        if self._jobs.qsize() < MOST_WAITING:
-            self._put(partial(self._writer.record, order, episode, number, prompt, sampling, answer))
+        waiting = self._jobs.qsize()
+        if waiting < MOST_WAITING:
+            write = partial(self._writer.record, order, episode, number, prompt, sampling, answer)
+            self._put(_Job(write, records=order.position))
+            if waiting == MOST_WAITING // 2:
+                self._wake.set()
         elif not self._overflowed:
             self._overflowed = True
             log.warning("the disk is too slow: some answers of unfinished groups are not recorded")
@@ -256,7 +284,7 @@ class TurnLog:
     def close_group(self, position: int) -> None:
         """Mark the recorded answers of this group as no longer needed."""
         if self._thread is not None:
-            self._put(partial(self._writer.close_group, position))
+            self._put(_Job(partial(self._writer.close_group, position), closes=position))
 
     def find(self, position: int) -> Recorded:
         """Return all answers of this position, including queued ones. Blocks: call it off the event loop."""
@@ -269,7 +297,7 @@ class TurnLog:
                 found.set_result([])
                 raise
 
-        self._put(find)
+        self._put(_Job(find))
         self._wake.set()
         return found.result()
 
@@ -294,14 +322,16 @@ class TurnLog:
 
     def _work(self) -> None:
         while True:
-            job = self._jobs.get()
-            if job is None:
-                self._writer.stop()
-                return
-            self._writer.run(job)
-            if self._jobs.empty():
-                self._wake.wait(GATHER_S)
-                self._wake.clear()
+            jobs = [self._jobs.get()]
+            self._wake.wait(GATHER_S)
+            self._wake.clear()
+            while not self._jobs.empty():
+                jobs.append(self._jobs.get())
+            for job in _without_closed(jobs):
+                if job is None:
+                    self._writer.stop()
+                    return
+                self._writer.run(job.run)
 
 
 class _Writer:
@@ -319,7 +349,7 @@ class _Writer:
         self._took_over = False
         self._failing = False
 
-    def run(self, job: _Job) -> None:
+    def run(self, job: Callable[[], None]) -> None:
         try:
             job()
         except Exception as error:  # a recording error must not end the run

@@ -23,6 +23,8 @@ import socket
 import sys
 from typing import Any, NoReturn
 
+import uvloop
+
 from outpace import errors
 from outpace.runtime import components as components
 from outpace.runtime import diagnostics
@@ -62,8 +64,9 @@ async def run_component(fd: int) -> int:
             raise errors.ComponentFailed(spec.name, "got pickled code over TCP")
         building = asyncio.create_task(_build(spec))
         component = await (building if is_private else _unless_controller_ends(building, channel))
-        if spec.listen:
-            await listen(spec.listen, spec.token, component, components.load_object(spec.protocol))
+        protocol = components.load_object(spec.protocol)
+        # uvloop closes a server that nothing refers to.
+        server = await listen(spec.listen, spec.token, component, protocol) if spec.listen else None
     except Exception as error:  # process boundary: the parent reports it as this component's failure
         channel.send(RpcFailure.of(0, error))
         await channel.finish()
@@ -75,9 +78,11 @@ async def run_component(fd: int) -> int:
     watch = asyncio.create_task(_exit_if_broken(component))
     ended = False
     try:
-        ended = await serve_calls(component, components.load_object(spec.protocol), channel)
+        ended = await serve_calls(component, protocol, channel)
     finally:
         watch.cancel()
+        if server is not None:
+            server.close()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await components.close_component(component)
@@ -136,7 +141,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _exit(asyncio.run(run_component(int(sys.argv[1]))))
+    _exit(uvloop.run(run_component(int(sys.argv[1]))))
 
 
 def _exit(code: int) -> NoReturn:
