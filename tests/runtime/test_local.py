@@ -29,6 +29,11 @@ async def test_a_death_is_reported_with_its_exit_code_and_last_output(runtime: L
     assert "these are my last words" in death.remote_traceback
 
 
+async def test_ps_shows_the_name_of_a_component(runtime: LocalRuntime) -> None:
+    toy = await start_toy(runtime)
+    assert psutil.Process(await toy.pid()).cmdline()[-1] == "toy"
+
+
 async def test_in_flight_calls_and_calls_to_a_dead_component_raise(runtime: LocalRuntime) -> None:
     toy = await start_toy(runtime)
     waiting = asyncio.create_task(toy.wait())

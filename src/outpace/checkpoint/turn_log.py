@@ -10,8 +10,8 @@ Invariants
 - A head identifies the request that the answer was sampled for: the episode, the request number, and a digest of prompt
   and sampling parameters. The answer is used for no other request.
 - An answer is skipped if the head at its place has changed since it was indexed.
-- Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues. A killed
-  process loses the answers of the last `GATHER_S`.
+- Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues.
+- A process that is killed loses the answers of the last `GATHER_S`.
 - The files of a worker hold at most as many bytes of closed groups as of open ones, plus `SPARE_BYTES`.
 """
 

@@ -1,11 +1,11 @@
-"""Entry point of a component process: `python -m outpace.runtime.child FD PARENT`.
+"""Entry point of a component process: `python -m outpace.runtime.child FD PARENT NAME`.
 
 Reads the spec from the inherited socket, builds the component, reports that it is ready and serves calls until the
 socket closes. The exit code is 0 if the controller has said before that the run has ended, else 1. A child never
 outlives its parent: the kernel kills it when the parent dies, and it exits when the socket closes.
 
 The socket is one of a pair with the controller or, in a process of torchrun, a connection to it over TCP
-(`outpace.runtime.remote`). PARENT is the controller or torchrun.
+(`outpace.runtime.remote`). PARENT is the controller or torchrun. NAME is for `ps` and `top` only.
 
 On SIGUSR2 the event loop, if it still runs, writes waits, tasks and thread stacks to the log. On SIGUSR1 faulthandler
 writes the stacks from C, whatever Python is doing. That reads frames without the GIL and can crash a process that is

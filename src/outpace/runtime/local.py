@@ -87,7 +87,7 @@ class Component:
         if self._cleanup is not None:
             self._mark = self._cleanup.new_mark()
             environment |= self._cleanup.marked(self._mark)
-        return await ChildProcess.start("outpace.runtime.child", environment=environment, output=output)
+        return await ChildProcess.start("outpace.runtime.child", self.spec.name, environment=environment, output=output)
 
     async def _start_remote(self, number: int) -> RemoteProcess:
         assert self._remote is not None, "a runtime with remote components accepts their processes"

@@ -379,5 +379,6 @@ def become_component(connection: socket.socket, start: StartOrder, gpus: dict[st
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.set_inheritable(connection.fileno(), True)
-    command = [sys.executable, "-m", "outpace.runtime.child", str(connection.fileno()), str(os.getppid())]
+    name = os.path.splitext(os.path.basename(start.log))[0]
+    command = [sys.executable, "-m", "outpace.runtime.child", str(connection.fileno()), str(os.getppid()), name]
     os.execve(sys.executable, command, environment)
