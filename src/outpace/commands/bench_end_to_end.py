@@ -1,8 +1,10 @@
 """`outpace bench end-to-end`: outpace and TRL's GRPOTrainer on the same work, and the limit of the machine.
 
 Both systems train the same model on the same prompts, with the same reward, lengths, dtype and optimizer, one optimizer
-step per batch. Each training runs in its own processes. Trainings alternate, and so does the measurement of the limit
-(`outpace.commands.end_to_end.limit`). TRL gets the fastest of `--trl-batches`, found in short runs.
+step per batch. Each training runs in its own processes. Trainings of the two systems alternate. TRL gets the fastest of
+`--trl-batches`, found in short runs. After each training of outpace, the limit (`outpace.commands.end_to_end.limit`) is
+measured with the model that it has trained: answers of a trained model have other lengths, and more of them are equal,
+which the learner computes once.
 
     work ─▶ short TRL runs: the batch size ─▶ repeats of outpace, limit, TRL ─▶ accuracy of saved weights ─▶ report
 
@@ -19,16 +21,19 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from outpace.checkpoint.export import export
 from outpace.commands.bench_options import BenchParser, positive
 from outpace.commands.end_to_end.limit import COMPONENTS, measure_limit
 from outpace.commands.end_to_end.report import Comparison, print_report
 from outpace.commands.end_to_end.systems import OUTPACE, TRL, OutpaceSystem, TrlSystem, evaluate, seconds_to
 from outpace.commands.end_to_end.work import Work
+from outpace.config.defaults import with_values
 from outpace.config.load import parse_arguments
 from outpace.errors import BadInput, ComponentFailed, one_line
 from outpace.hardware.machine import OtherPrograms, describe_machine
@@ -124,20 +129,23 @@ class Benchmark:
         self._options = options
         self._console = Console(stderr=True)
         self._save_every: int = options.save_every if options.target is not None else 0
-        self._parts = [options.only] if options.only else [OUTPACE, "limit", TRL]
+        self._orders = [[OUTPACE, "limit", TRL], [TRL, OUTPACE, "limit"]]  # of even and odd repeats
+        if options.only:
+            self._orders = [[options.only]] * 2
+        self._trained: Path | None = None  # run directory of outpace's last training
         self._comparison = Comparison(_describe(work, options), describe_machine(), target=options.target)
-        if TRL in self._parts and options.trl_python == sys.executable and not importlib.util.find_spec("trl"):
+        if TRL in self._orders[0] and options.trl_python == sys.executable and not importlib.util.find_spec("trl"):
             raise BadInput("--trl-python: TRL is not installed here; name a Python that has it")
 
     def run(self) -> Comparison:
         others = OtherPrograms()
         with temporary_directory("bench") as self._directory:
             run: dict[str, Callable[[Work], None]] = {OUTPACE: self._run_outpace, "limit": self._measure_limit}
-            if TRL in self._parts:
+            if TRL in self._orders[0]:
                 self._comparison.trl_batch = self._find_batch()
                 run[TRL] = self._run_trl
             for repeat in range(self._options.repeats):
-                for part in self._parts if repeat % 2 == 0 else reversed(self._parts):
+                for part in self._orders[repeat % 2]:
                     run[part](self._work.seeded(repeat))
             if self._save_every:
                 self._evaluate()
@@ -148,6 +156,7 @@ class Benchmark:
         system = OutpaceSystem(work, self._save_every)
         with self._fresh(OUTPACE) as directory:
             found = system.run(self._options.steps, directory)
+            self._trained = directory / "run"
         self._comparison.runs.setdefault(OUTPACE, []).append(found)
         self._console.print(f"outpace: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
 
@@ -162,6 +171,9 @@ class Benchmark:
         known = self._comparison.limits[:1]
         threads = {name: getattr(known[0], name).threads for name in COMPONENTS} if known else None
         with self._fresh("limit") as directory:
+            if self._trained is not None:
+                model = export(self._trained, directory / "model")
+                work = replace(work, config=with_values(work.config, {"model.path": str(model)}))
             limit = measure_limit(work, directory, threads)
         self._comparison.limits.append(limit)
         self._console.print(f"limit: {limit.samples_per_s:,.1f} samples/s")
