@@ -190,10 +190,11 @@ class Benchmark:
         for size in sizes:
             try:
                 with self._fresh(TRL) as directory:
-                    tried[size] = self._trl(self._work, size).run(PROBE_STEPS, directory).step_s
+                    step_s = tried[size] = self._trl(self._work, size).run(PROBE_STEPS, directory).step_s
+                found = f"{step_s:.2f} s per step"
             except ComponentFailed as failed:
-                tried[size], error = None, failed
-            self._console.print(f"TRL, batch {size} per device: {tried[size] or 'failed'}")
+                tried[size], error, found = None, failed, "failed"
+            self._console.print(f"TRL, batch {size} per device: {found}")
         working = {size: step_s for size, step_s in tried.items() if step_s is not None}
         if not working:
             assert error is not None
