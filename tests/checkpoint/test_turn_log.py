@@ -331,7 +331,7 @@ def test_a_slow_disk_drops_answers_instead_of_using_more_memory(
     for number in range(100):
         record(log, 1, number=number)
     resume.set()
-    assert 10 <= len(keys(log, 1)) <= 12
+    assert 10 <= len(keys(log, 1)) <= 22  # a batch that is being written, and as many that wait
     assert len(caplog.records) == 1
 
 

@@ -16,7 +16,7 @@ from outpace.commands import bench_end_to_end
 from outpace.commands.end_to_end.lengths import answer_length, fixed_length
 from outpace.commands.end_to_end.limit import Cost, Limit
 from outpace.commands.end_to_end.report import Comparison, print_report
-from outpace.commands.end_to_end.systems import OUTPACE, TRL, SystemRun, seconds_to
+from outpace.commands.end_to_end.systems import OUTPACE, RUN, TRL, OutpaceSystem, SystemRun, seconds_to
 from outpace.commands.end_to_end.work import Work
 from outpace.errors import BadInput
 from outpace.types import Task
@@ -167,3 +167,26 @@ def test_every_task_of_both_systems_is_the_same() -> None:
     rows = work.trl_job(steps=2, batch=16)["rows"]
     assert [row["prompt"][0]["content"] for row in rows] == [task.prompt for task in tasks]
     assert [row["target"] for row in rows] == [task.columns["target"] for task in tasks]
+
+
+def test_the_limit_is_measured_with_the_trained_model_on_tasks_after_those_of_the_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first_tasks: list[int] = []
+
+    def export(run: Path, directory: Path) -> Path:
+        assert run.name == RUN
+        directory.mkdir()
+        return directory
+
+    def measure_limit(work: Work, directory: Path, first_task: int, threads: object) -> Limit:
+        first_tasks.append(first_task)
+        assert Path(work.config.model.path).parent == directory
+        return Limit(Cost(0.1, 1), Cost(0.1, 1), 2)
+
+    monkeypatch.setattr(OutpaceSystem, "run", lambda self, steps, directory: run_of(1.0))
+    monkeypatch.setattr(bench_end_to_end, "export", export)
+    monkeypatch.setattr(bench_end_to_end, "measure_limit", measure_limit)
+    words = ["--only", OUTPACE, "--prompts", "4", "--steps", "3", "--repeats", "2", "--pacing.max_lag", "1"]
+    assert bench_end_to_end.main([*words, "--device", "cpu"]) == 0
+    assert first_tasks == [20, 20]

@@ -68,8 +68,9 @@ def test_a_process_that_got_the_pid_of_one_in_the_table_is_not_killed(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leader, mark, child = start()
+    # The environment of the child cannot be read while it is in exec.
+    until(lambda: {leader.pid, child} <= process_table.ProcessTable().find({mark: {}})[mark])
     table = process_table.ProcessTable()
-    assert {leader.pid, child} <= table.find({mark: {}})[mark]
     with monkeypatch.context() as reused:
         reused.setattr(process_table, "process_start_time", lambda pid: "later")
         table.kill([leader.pid])

@@ -275,7 +275,7 @@ class TurnLog:
         if waiting < MOST_WAITING:
             write = partial(self._writer.record, order, episode, number, prompt, sampling, answer)
             self._put(_Job(write, records=order.position))
-            if waiting == MOST_WAITING // 2:
+            if waiting >= MOST_WAITING // 2:
                 self._wake.set()
         elif not self._overflowed:
             self._overflowed = True

@@ -3,10 +3,10 @@
 Both systems train the same model on the same prompts, with the same reward, lengths, dtype and optimizer, one optimizer
 step per batch. Each training runs in its own processes. Trainings of the two systems alternate. TRL gets the fastest of
 `--trl-batches`, found in short runs. After each training of outpace, the limit (`outpace.commands.end_to_end.limit`) is
-measured with the model that it has trained: answers of a trained model have other lengths, and more of them are equal,
-which the learner computes once.
+measured with the model that it has trained, on the tasks that follow: answers of a trained model have other lengths,
+and more of them are equal, which the learner computes once.
 
-    work ─▶ short TRL runs: the batch size ─▶ repeats of outpace, limit, TRL ─▶ accuracy of saved weights ─▶ report
+    work ─▶ short TRL runs: the batch size ─▶ repeats: outpace, its limit, TRL ─▶ accuracy of saved weights ─▶ report
 
 With `--target` both systems save weights every `--save-every` steps, and the same engine evaluates these after all
 trainings. The seconds to the target are those of training alone, without startup and without evaluation.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,16 @@ from outpace.checkpoint.export import export
 from outpace.commands.bench_options import BenchParser, positive
 from outpace.commands.end_to_end.limit import COMPONENTS, measure_limit
 from outpace.commands.end_to_end.report import Comparison, print_report
-from outpace.commands.end_to_end.systems import OUTPACE, TRL, OutpaceSystem, TrlSystem, evaluate, seconds_to
+from outpace.commands.end_to_end.systems import (
+    OUTPACE,
+    RUN,
+    TRL,
+    OutpaceSystem,
+    TrlSystem,
+    all_steps,
+    evaluate,
+    seconds_to,
+)
 from outpace.commands.end_to_end.work import Work
 from outpace.config.defaults import with_values
 from outpace.config.load import parse_arguments
@@ -66,7 +76,7 @@ ALIASES = {
 def main(words: Sequence[str]) -> int:
     options, others = parser().parse_known_args(words)
     if options.only and options.recorded:
-        raise BadInput("--recorded: needs all parts; leave out --only")
+        raise BadInput("--recorded: needs both systems; leave out --only")
     given = {ALIASES[name]: value for name, value in vars(options).items() if name in ALIASES and value is not None}
     if options.lengths == "long-tailed":
         given.setdefault("rollout.max_tokens", LONGEST)
@@ -115,7 +125,7 @@ def parser() -> BenchParser:
     add("--trl-python", default=sys.executable, metavar="PYTHON", help="has TRL (default: this one)")
     add("--trl-vllm", action="store_true", help="TRL samples with vLLM in its own process")
     add("--trl-batches", metavar="SIZES", help="per-device batch sizes to try (default: all samples, 1/4, 1/8)")
-    add("--only", choices=(OUTPACE, TRL, "limit"), help="run one part alone")
+    add("--only", choices=(OUTPACE, TRL), help="run one system alone; outpace with its limit")
     add("--recorded", type=Path, metavar="FILE", help="fail below half of the ratios in FILE, written by --json")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return this
@@ -129,24 +139,20 @@ class Benchmark:
         self._options = options
         self._console = Console(stderr=True)
         self._save_every: int = options.save_every if options.target is not None else 0
-        self._orders = [[OUTPACE, "limit", TRL], [TRL, OUTPACE, "limit"]]  # of even and odd repeats
-        if options.only:
-            self._orders = [[options.only]] * 2
-        self._trained: Path | None = None  # run directory of outpace's last training
+        self._systems = [options.only] if options.only else [OUTPACE, TRL]
         self._comparison = Comparison(_describe(work, options), describe_machine(), target=options.target)
-        if TRL in self._orders[0] and options.trl_python == sys.executable and not importlib.util.find_spec("trl"):
+        if TRL in self._systems and options.trl_python == sys.executable and not importlib.util.find_spec("trl"):
             raise BadInput("--trl-python: TRL is not installed here; name a Python that has it")
 
     def run(self) -> Comparison:
         others = OtherPrograms()
         with temporary_directory("bench") as self._directory:
-            run: dict[str, Callable[[Work], None]] = {OUTPACE: self._run_outpace, "limit": self._measure_limit}
-            if TRL in self._orders[0]:
+            run: dict[str, Callable[[Work], None]] = {OUTPACE: self._run_outpace, TRL: self._run_trl}
+            if TRL in self._systems:
                 self._comparison.trl_batch = self._find_batch()
-                run[TRL] = self._run_trl
             for repeat in range(self._options.repeats):
-                for part in self._orders[repeat % 2]:
-                    run[part](self._work.seeded(repeat))
+                for system in self._systems if repeat % 2 == 0 else reversed(self._systems):
+                    run[system](self._work.seeded(repeat))
             if self._save_every:
                 self._evaluate()
         self._comparison.other_cores = others.cores()
@@ -156,9 +162,9 @@ class Benchmark:
         system = OutpaceSystem(work, self._save_every)
         with self._fresh(OUTPACE) as directory:
             found = system.run(self._options.steps, directory)
-            self._trained = directory / "run"
         self._comparison.runs.setdefault(OUTPACE, []).append(found)
         self._console.print(f"outpace: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
+        self._measure_limit(work, directory / RUN)
 
     def _run_trl(self, work: Work) -> None:
         system = self._trl(work, self._comparison.trl_batch, self._save_every)
@@ -167,14 +173,15 @@ class Benchmark:
         self._comparison.runs.setdefault(TRL, []).append(found)
         self._console.print(f"TRL: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
 
-    def _measure_limit(self, work: Work) -> None:
+    def _measure_limit(self, work: Work, run: Path) -> None:
+        """Measure the limit with the model that this run has trained."""
         known = self._comparison.limits[:1]
         threads = {name: getattr(known[0], name).threads for name in COMPONENTS} if known else None
         with self._fresh("limit") as directory:
-            if self._trained is not None:
-                model = export(self._trained, directory / "model")
-                work = replace(work, config=with_values(work.config, {"model.path": str(model)}))
-            limit = measure_limit(work, directory, threads)
+            model = export(run, directory / "model")
+            trained = replace(work, config=with_values(work.config, {"model.path": str(model)}))
+            limit = measure_limit(trained, directory, work.prompts * all_steps(work, self._options.steps), threads)
+            shutil.rmtree(model)
         self._comparison.limits.append(limit)
         self._console.print(f"limit: {limit.samples_per_s:,.1f} samples/s")
 

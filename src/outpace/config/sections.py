@@ -270,7 +270,7 @@ class PacingConfig(Section):
     """Maximum staleness: no token is trained on more than `max_lag` versions after it was sampled. 0 is synchronous
     training."""
     depth: float = Field(default=1.0, ge=0)
-    """Batches in flight in addition to the one being filled. May be fractional."""
+    """Batches in flight in addition to the one being filled. May be fractional. No limit in deterministic runs."""
     groups_per_step: int = Field(default=64, ge=1)
     """Groups per batch. One batch is one optimizer step and produces one policy version."""
     chunk_groups: int = Field(default=16, ge=1)

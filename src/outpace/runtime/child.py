@@ -23,8 +23,6 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-import uvloop
-
 from outpace import errors
 from outpace.runtime import components as components
 from outpace.runtime import diagnostics
@@ -65,8 +63,8 @@ async def run_component(fd: int) -> int:
         building = asyncio.create_task(_build(spec))
         component = await (building if is_private else _unless_controller_ends(building, channel))
         protocol = components.load_object(spec.protocol)
-        # uvloop closes a server that nothing refers to.
-        server = await listen(spec.listen, spec.token, component, protocol) if spec.listen else None
+        if spec.listen:
+            await listen(spec.listen, spec.token, component, protocol)
     except Exception as error:  # process boundary: the parent reports it as this component's failure
         channel.send(RpcFailure.of(0, error))
         await channel.finish()
@@ -81,8 +79,6 @@ async def run_component(fd: int) -> int:
         ended = await serve_calls(component, protocol, channel)
     finally:
         watch.cancel()
-        if server is not None:
-            server.close()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await components.close_component(component)
@@ -141,7 +137,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    _exit(uvloop.run(run_component(int(sys.argv[1]))))
+    _exit(asyncio.run(run_component(int(sys.argv[1]))))
 
 
 def _exit(code: int) -> NoReturn:

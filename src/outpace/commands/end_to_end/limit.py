@@ -55,15 +55,16 @@ class Limit(msgspec.Struct, frozen=True):
         return self.units / (self.engine.seconds + self.learner.seconds)
 
 
-def measure_limit(work: Work, directory: Path, threads: Mapping[str, int] | None = None) -> Limit:
-    """Measure in fresh processes. `threads`: counts of engine and learner that are known to be cheapest."""
+def measure_limit(work: Work, directory: Path, first_task: int = 0, threads: Mapping[str, int] | None = None) -> Limit:
+    """Measure in fresh processes, on the tasks from `first_task` on. `threads`: counts of engine and learner that are
+    known to be cheapest."""
     if work.on_gpu:
-        found = [_measure(work, directory / "run", {})]
+        choices: list[Mapping[str, int]] = [{}]
     elif threads is not None:
-        found = [_measure(work, directory / "run", threads)]
+        choices = [threads]
     else:
-        counts = sorted({1, available_cores()})
-        found = [_measure(work, directory / f"run-{count}", dict.fromkeys(COMPONENTS, count)) for count in counts]
+        choices = [dict.fromkeys(COMPONENTS, count) for count in sorted({1, available_cores()})]
+    found = [_measure(work, directory / f"run-{number}", first_task, each) for number, each in enumerate(choices)]
     return Limit(
         min((each.engine for each in found), key=lambda cost: cost.seconds),
         min((each.learner for each in found), key=lambda cost: cost.seconds),
@@ -71,14 +72,14 @@ def measure_limit(work: Work, directory: Path, threads: Mapping[str, int] | None
     )
 
 
-def _measure(work: Work, directory: Path, threads: Mapping[str, int]) -> Limit:
+def _measure(work: Work, directory: Path, first_task: int, threads: Mapping[str, int]) -> Limit:
     directory.mkdir()
     fixed = {f"{name}.threads": count for name, count in threads.items()}
     config = with_values(work.config, {"run.dir": str(directory), "run.runtime": "local", **fixed})
     if (units := compute_units(config)) is None:
         raise BadInput("engine.urls: the GPUs of running servers are not known; leave this out")
     plan = make_plan(config, UserObjects(), quiet=True)
-    engine_s, learner_s = asyncio.run(_seconds_alone(work, plan, directory))
+    engine_s, learner_s = asyncio.run(_seconds_alone(work, plan, directory, first_task))
     samples = MEASURED_STEPS * work.samples
     return Limit(
         Cost(engine_s * units.per_engine / samples, threads.get("engine", 0)),
@@ -87,13 +88,13 @@ def _measure(work: Work, directory: Path, threads: Mapping[str, int]) -> Limit:
     )
 
 
-async def _seconds_alone(work: Work, plan: RunPlan, directory: Path) -> tuple[float, float]:
+async def _seconds_alone(work: Work, plan: RunPlan, directory: Path, first_task: int) -> tuple[float, float]:
     """Return the seconds of engine and learner for `MEASURED_STEPS` steps."""
     async with launch(plan, directory) as launcher:
         engines, workers = await launcher.start_samplers()
         members = [FleetMember(name, socket, serves=True) for name, socket in launcher.specs.sockets.items()]
         await gather_or_cancel(*(worker.fleet(members) for worker in workers.values()))
-        engine_s, places = await _Sampler(work, engines, workers).measure()
+        engine_s, places = await _Sampler(work, engines, workers, first_task).measure()
         learner = await launcher.start_learner()
         return engine_s, await _train(work, learner, places)
 
@@ -101,8 +102,11 @@ async def _seconds_alone(work: Work, plan: RunPlan, directory: Path) -> tuple[fl
 class _Sampler:
     """Samples groups of consecutive tasks with the engines and workers of a run."""
 
-    def __init__(self, work: Work, engines: Mapping[str, Engine], workers: Mapping[str, Worker]) -> None:
+    def __init__(
+        self, work: Work, engines: Mapping[str, Engine], workers: Mapping[str, Worker], first_task: int
+    ) -> None:
         self._work = work
+        self._first_task = first_task
         self._engines = engines
         self._workers = list(workers.values())
         self._tasks = work.task_count
@@ -124,7 +128,8 @@ class _Sampler:
 
     async def _sample(self, groups: range) -> list[JournalLocation]:
         workers, size = self._workers, self._work.attempts
-        orders = [GroupOrder(group, group % self._tasks, 0, 0, size, position=group) for group in groups]
+        tasks = {group: (self._first_task + group) % self._tasks for group in groups}
+        orders = [GroupOrder(group, task, 0, 0, size, position=group) for group, task in tasks.items()]
         reports = await gather_or_cancel(*(workers[each.group % len(workers)].run(each) for each in orders))
         for report in reports:
             if report.place is None:

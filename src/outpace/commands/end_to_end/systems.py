@@ -73,6 +73,15 @@ def counted_steps(steps: int) -> slice:
     return slice(steps // 3, steps)
 
 
+def all_steps(work: Work, steps: int) -> int:
+    """Return the steps that outpace trains, with those at its end that do not count."""
+    return steps + work.config.pacing.max_lag + 1
+
+
+RUN = "run"
+"""Run directory of outpace, in the directory of a training."""
+
+
 @dataclass(frozen=True)
 class OutpaceSystem:
     work: Work
@@ -81,15 +90,15 @@ class OutpaceSystem:
     def run(self, steps: int, directory: Path) -> SystemRun:
         config = directory / "config.toml"
         config.write_text(dump_toml(self.work.config))
-        all_steps = steps + self.work.config.pacing.max_lag + 1
-        words = [f"--run.dir={directory / 'run'}", f"--run.steps={all_steps}"]
+        in_all = all_steps(self.work, steps)
+        words = [f"--run.dir={directory / RUN}", f"--run.steps={in_all}"]
         if self.save_every:
-            words += [f"--checkpoint.every={self.save_every}", f"--checkpoint.keep={all_steps}"]
+            words += [f"--checkpoint.every={self.save_every}", f"--checkpoint.keep={in_all}"]
         command = [sys.executable, "-m", "outpace.cli", "train", str(config), "--quiet", *words]
-        metrics = directory / "run" / "metrics.jsonl"
+        metrics = directory / RUN / "metrics.jsonl"
         first_step_s = _run(OUTPACE, command, directory, metrics)
         lines = list(read_lines(metrics))
-        return self._measured(steps, lines, first_step_s, directory / "run" / "checkpoints")
+        return self._measured(steps, lines, first_step_s, directory / RUN / "checkpoints")
 
     def _measured(
         self, steps: int, lines: Sequence[Mapping[str, float]], first_step_s: float, checkpoints: Path
