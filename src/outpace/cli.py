@@ -378,7 +378,7 @@ def _add_model_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     this = commands.add_parser("train", help="train a model", add_help=False)
     this.add_argument("config", nargs="?", type=Path, help="TOML or YAML file (default: the built-in task)")
     this.add_argument("--resume", type=Path, metavar="RUN", help="resume a run from its newest complete checkpoint")
-    this.add_argument("--dry-run", action="store_true", help="print the resolved config and exit")
+    this.add_argument("--dry-run", action="store_true", help="print the resolved config and the placement, and exit")
     this.add_argument("--quiet", action="store_true", help="print only the result")
     this.add_argument("-h", "--help", action=_DescribeSettings)
     this.set_defaults(verb=train)
@@ -413,7 +413,7 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
 
     this = commands.add_parser("export", help="write a run's model as a Hugging Face directory")
     this.add_argument("run", type=Path, help="run directory or one of its checkpoints")
-    this.add_argument("directory", type=Path, help="output directory; must not exist")
+    this.add_argument("directory", type=Path, help="output directory; must not exist yet, or be empty")
     this.add_argument(
         "--best", action="store_true", help="export the checkpoint with the best held-out reward, not the newest"
     )

@@ -97,11 +97,11 @@ async def test_an_agent_that_disconnects_frees_its_slot_in_the_real_engine(
         aborted.set()
 
     real_engine.abort = abort_and_signal  # type: ignore[method-assign]
-    steps = threading.Semaphore(9)
+    steps = threading.Semaphore(4)
     advance = real_engine._main.advance
     real_engine._main.advance = lambda: [*(steps.acquire() and ()), *advance()]  # type: ignore[method-assign]
     client = policy(remote_engine, temperature=1.0)
-    client.chat_format._stop_ids = ()  # generation runs until the context is full
+    client.chat_format.stop_ids = ()  # generation runs until the context is full
     agent = agent_of(await gateway.open(client))
     stream = await agent.chat.completions.create(**REQUEST, stream=True)
     while not (await anext(stream)).choices[0].delta.content:
