@@ -55,7 +55,7 @@ class Limit(msgspec.Struct, frozen=True):
         return self.units / (self.engine.seconds + self.learner.seconds)
 
 
-def measure_limit(work: Work, directory: Path, first_task: int = 0, threads: Mapping[str, int] | None = None) -> Limit:
+def measure_limit(work: Work, directory: Path, first_task: int, threads: Mapping[str, int] | None = None) -> Limit:
     """Measure in fresh processes, on the tasks from `first_task` on. `threads`: counts of engine and learner that are
     known to be cheapest."""
     if work.on_gpu:
