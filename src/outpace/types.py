@@ -447,7 +447,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     health: Health = "healthy"
     limit: int = 0  # most requests sent to it at once; 0: no limit
     retries: int = 0  # requests that failed on the server; they are retried, in whole or in part
-    shared_tokens: int = 0  # prompt tokens that the embedded engine copied instead of computing them
+    shared_tokens: int = 0  # prompt tokens that the embedded engine took from another request instead of computing them
 
 
 class FleetMember(msgspec.Struct, frozen=True):

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
-from outpace.engines.embedded.decode_batch import DecodeBatch, FinishedRequest
+from outpace.engines.embedded.decode_batch import DecodeBatch
 from outpace.engines.embedded.load_decoder import build_decoder
+from outpace.engines.embedded.requests import FinishedRequest
 from outpace.errors import RequestFailed
 from outpace.types import Generation, Sampling
 from support import examples
@@ -82,9 +83,7 @@ def test_only_running_rows_are_decoded(model_of: Models, prompts: Prompts, monke
         batch.submit(str(index), prompt, Sampling(max_tokens=[1, 6, 2, 4][index], seed=index), 0)
     stepped = []
     step = batch.decoder.step
-    monkeypatch.setattr(
-        batch.decoder, "step", lambda tokens, positions: stepped.append(len(tokens)) or step(tokens, positions)
-    )
+    monkeypatch.setattr(batch.decoder, "step", lambda tokens, *rest: stepped.append(len(tokens)) or step(tokens, *rest))
     drain(batch)
     assert stepped == [4, 3, 2, 2, 1, 1]
 
@@ -128,7 +127,7 @@ def test_a_stop_string_ends_the_request_at_the_token_that_completes_it(
     batch = make_batch(model_of("llama"))
     script = iter([0, 1, 0, 0, 2, 9, 9, 0])  # a bb a a c . . a
 
-    def scripted(tokens: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    def scripted(*_: object) -> torch.Tensor:
         logits = torch.zeros(1, 61)
         logits[0, next(script)] = 100.0
         return logits
@@ -190,25 +189,29 @@ def test_an_abort_returns_the_partial_output(model_of: Models, prompts: Prompts,
     assert len(generation_of(drain(batch)["b"]).tokens) == 9
 
 
-def test_non_finite_logits_fail_their_request_and_do_not_affect_later_requests(
-    model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
+@pytest.mark.parametrize("length", [8, 40])  # a prompt that requests copy, and one that they share
+def test_non_finite_logits_fail_their_requests_and_do_not_affect_later_requests(
+    length: int, model_of: Models, prompts: Prompts, forced_logprobs: Logprobs
 ) -> None:
     model, broken = model_of("llama"), model_of("llama")
     batch = make_batch(model, slots=2)
     with torch.no_grad():
         broken.get_parameter("model.norm.weight").fill_(float("nan"))
         broken.get_parameter("model.layers.0.self_attn.v_proj.weight").fill_(float("nan"))
-    (prompt,) = prompts(8)
+    long, short, other = prompts(length, length - 5, length - 3)
     batch.swap(batch.decoder.prepare(dict(broken.named_parameters())), 1)
-    batch.submit("x", prompt, Sampling(max_tokens=9, seed=1), 0)
-    failed = drain(batch)["x"]
-    assert isinstance(failed, RequestFailed)
-    assert "version 1" in str(failed)
+    for name in "ab":
+        batch.submit(name, long, Sampling(max_tokens=9, seed=1), 0)
+    for failed in drain(batch).values():
+        assert isinstance(failed, RequestFailed)
+        assert "version 1" in str(failed)
     batch.swap(batch.decoder.prepare(dict(model.named_parameters())), 2)
-    (short,) = prompts(3)
-    batch.submit("y", short, Sampling(max_tokens=4, seed=1), 0)
-    generation = generation_of(drain(batch)["y"])
-    np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, short, generation.tokens), atol=1e-4)
+    for name, prompt in zip("cdef", (short, short, other, other), strict=True):
+        batch.submit(name, prompt, Sampling(max_tokens=4, seed=1), 0)
+    finished = drain(batch)
+    for name, prompt in zip("cdef", (short, short, other, other), strict=True):
+        generation = generation_of(finished[name])
+        np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------------ weights

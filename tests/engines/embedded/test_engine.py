@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engines_support import engine_of
-from outpace.engines.embedded.decode_batch import FinishedRequest
 from outpace.engines.embedded.engine import EmbeddedEngine
+from outpace.engines.embedded.requests import FinishedRequest
 from outpace.errors import ComponentFailed, CorruptData, RequestFailed
 from outpace.protocols import Engine
 from outpace.runtime.rpc import Channel, close_proxy, proxy, serve_calls

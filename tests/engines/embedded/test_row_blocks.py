@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from outpace.engines.embedded import row_blocks
-from outpace.engines.embedded.decode_batch import DecodeBatch, FinishedRequest
+from outpace.engines.embedded.decode_batch import DecodeBatch
 from outpace.engines.embedded.llama import LlamaDecoder
 from outpace.engines.embedded.load_decoder import build_decoder
+from outpace.engines.embedded.requests import FinishedRequest
 from outpace.engines.embedded.row_blocks import SHORTEST, moves, split
 from outpace.types import Generation, Sampling
 from support import examples

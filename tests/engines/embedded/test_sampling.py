@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from outpace.engines.embedded.decode_batch import sample
+from outpace.engines.embedded.sampling import sample
 from outpace.runtime.rng import request_seed, uniform_noise
 from support import examples
 

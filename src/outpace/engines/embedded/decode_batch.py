@@ -6,158 +6,43 @@ queue, and later requests may overtake it.
 
 Equal prompts, such as the attempts of a group, are computed once per version:
 - requests that start in the same turn: the first is prefilled and stepped; the others, its followers, are sampled from
-  its logits, each with its own noise, and get a copy of its KV cache;
-- a request that starts later gets a copy from one that still runs, and is stepped from its last prompt token on.
+  its logits, each with its own noise;
+- a request that starts later is stepped from its last prompt token on.
+If the decoder shares prompts, all of them use one slot of its prompt cache, which holds all but the last token. Else
+they get copies of the KV cache of one that runs. So do requests whose prompt no other request had when it was computed.
 
 Invariants
 - A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
 - Rows 0 … n-1 are running and the rest is free, followers last, except in deterministic mode: there a request keeps its
   slot and idle slots are stepped too, so every tensor shape is independent of the other requests.
-- KV caches are shared only within a version: `prompt_version` is the version that computed the prompt.
-- A slot's KV cache holds all tokens of its sequence except the last, which the next step feeds.
+- KV caches are shared and copied only within a version: `prompt_version` is the version that computed the prompt.
+- A slot's KV cache holds the tokens of its sequence that its prompt slot does not, except the last, which the next step
+  feeds. A prompt slot is in use as long as a running request has it.
 - Each token carries its logprob and its version: `spans` records where in the output each version began.
-- The sampled token of a row does not depend on the other rows, bit for bit: `sample` skips an operation only if it
-  would change no row.
-- The logprob is that of the distribution the token was drawn from: after temperature, then top_k, then top_p,
-  renormalized. At temperature 0 the token is the argmax, and its logprob is that of the softmax at temperature 1.
 
 Not thread-safe: use a batch from one thread only. Shapes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outpace.engines.embedded import row_blocks
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
+from outpace.engines.embedded.requests import FinishedRequest, GenerationRequest, check_request
+from outpace.engines.embedded.sampling import sample
+from outpace.engines.embedded.shared_prompts import MIN_PROMPT, SharedPrompts
 from outpace.engines.generation import Decode, StopStrings, tokens_to_sample
 from outpace.errors import RequestFailed
 from outpace.runtime.rng import SEED_MASK, uniform_noise
-from outpace.types import Generation, Ints, Sampling, StopReason, Version
-
-
-def sample(
-    logits_B_V: Tensor,
-    temperature_B: NDArray[np.float32],
-    top_k_B: NDArray[np.int64],
-    top_p_B: NDArray[np.float32],
-    uniform_B: NDArray[np.float64],
-) -> tuple[Tensor, Tensor]:
-    """Return one token per row and its logprob, on the device of the logits."""
-    device = logits_B_V.device
-    greedy_B = temperature_B == 0
-    scaled_B_V = logits_B_V.float()
-    if not np.all(greedy_B | (temperature_B == 1)):
-        divisor_B = np.where(greedy_B, np.float32(1), temperature_B)
-        scaled_B_V = scaled_B_V / torch.from_numpy(divisor_B).to(device).unsqueeze(1)
-    truncated_B = ~greedy_B & ((top_k_B > 0) | (top_p_B < 1))
-    if truncated_B.any():
-        scaled_B_V = _truncate(scaled_B_V, np.where(truncated_B, top_k_B, 0), np.where(truncated_B, top_p_B, 1))
-    logprobs_B_V = torch.log_softmax(scaled_B_V, dim=-1)
-    if greedy_B.all():
-        tokens_B = scaled_B_V.argmax(dim=-1)
-    else:
-        tokens_B = _draw(logprobs_B_V, torch.from_numpy(uniform_B).to(device))
-        if greedy_B.any():
-            tokens_B = torch.where(torch.from_numpy(greedy_B).to(device), scaled_B_V.argmax(dim=-1), tokens_B)
-    return tokens_B, logprobs_B_V.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-
-
-def _draw(logprobs_B_V: Tensor, uniform_B: Tensor) -> Tensor:
-    """Draw by inverse CDF: the first token whose cumulative mass exceeds uniform * total.
-
-    A uniform below 1 times the total is below the total in float64, so a token with zero mass is never drawn. Only
-    non-finite logits can push the index past the end; the caller detects those by their logprob.
-    """
-    mass_B_V = logprobs_B_V.exp().cumsum(dim=-1, dtype=torch.float64)
-    threshold_B_1 = uniform_B.unsqueeze(1) * mass_B_V[:, -1:]
-    index_B = torch.searchsorted(mass_B_V, threshold_B_1, right=True).squeeze(1)
-    return index_B.clamp_(max=logprobs_B_V.shape[-1] - 1)
-
-
-def _truncate(scaled_B_V: Tensor, top_k_B: NDArray[np.int64], top_p_B: NDArray[np.float32]) -> Tensor:
-    """Set logits cut by top_k, then by top_p over the rest, to -inf. Ties are ranked by token id."""
-    vocabulary = scaled_B_V.shape[-1]
-    device = scaled_B_V.device
-    ranked_B_V, order_B_V = scaled_B_V.sort(dim=-1, descending=True, stable=True)
-    limit_B_1 = torch.from_numpy(np.where(top_k_B > 0, top_k_B, vocabulary)).to(device).unsqueeze(1)
-    beyond_k_B_V = torch.arange(vocabulary, device=device) >= limit_B_1
-    mass_B_V = ranked_B_V.masked_fill(beyond_k_B_V, -torch.inf).softmax(dim=-1, dtype=torch.float64)
-    before_B_V = mass_B_V.cumsum(dim=-1) - mass_B_V
-    share_B_1 = torch.from_numpy(np.where(top_p_B < 1, top_p_B, np.inf)).to(device).unsqueeze(1)
-    cut_ranked_B_V = beyond_k_B_V | (before_B_V >= share_B_1)
-    cut_B_V = torch.zeros_like(cut_ranked_B_V).scatter_(1, order_B_V, cut_ranked_B_V)
-    return scaled_B_V.masked_fill(cut_B_V, -torch.inf)
-
-
-@dataclass(eq=False)
-class GenerationRequest:
-    """A request and the tokens sampled so far. `spans` are (first output index, version), oldest first."""
-
-    id: str
-    prompt: Ints
-    sampling: Sampling
-    min_version: Version
-    limit: int
-    stop_ids: frozenset[int]
-    stop_strings: StopStrings | None
-    prompt_bytes: bytes  # equal for equal prompts
-    prompt_version: Version = -1  # that prefilled the prompt: its cache may be copied under this version only
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, Version]] = field(default_factory=list)
-
-    def sequence(self) -> Ints:
-        """Return prompt and output so far."""
-        return np.concatenate((self.prompt, np.array(self.tokens, dtype=np.int32)))
-
-    def append(self, token: int, logprob: float) -> StopReason | None:
-        """Add a sampled token. Return the stop reason if the request ends with it."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.stop_ids:
-            return "stop"
-        if self.stop_strings is not None and self.stop_strings.completed_by_last(self.tokens):
-            return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
-
-    def generation(self, stop: StopReason) -> Generation:
-        versions = np.empty(len(self.tokens), dtype=np.int32)
-        for start, version in self.spans:
-            versions[start:] = version
-        return Generation(
-            tokens=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=versions,
-            stop=stop,
-        )
-
-
-@dataclass(frozen=True)
-class FinishedRequest:
-    """A request that ended: its generation or its error."""
-
-    id: str
-    result: Generation | RequestFailed
-
-
-def check_request(prompt: Ints, sampling: Sampling, vocabulary: int) -> None:
-    """Raise `RequestFailed` for input that would fail later or break the whole batch."""
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise RequestFailed(f"the prompt contains a token id outside the vocabulary of {vocabulary}")
-    if not 0 <= sampling.temperature < float("inf"):
-        raise RequestFailed(f"temperature is {sampling.temperature}, must be finite and not negative")
-    if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-        raise RequestFailed(f"top_p is {sampling.top_p}, top_k is {sampling.top_k}: need 0 < top_p <= 1, top_k >= 0")
-
+from outpace.types import Generation, Ints, Sampling, Version
 
 KvPolicy = Literal["keep", "recompute"]
 
@@ -168,6 +53,8 @@ class _StepInputs:
     def __init__(self, slots: int) -> None:
         self.token = np.zeros(slots, dtype=np.int64)
         self.position = np.zeros(slots, dtype=np.int64)
+        self.prompt = np.full(slots, -1, dtype=np.int64)  # slot of its shared prompt, -1 for none
+        self.shared = np.zeros(slots, dtype=np.int64)  # tokens in that slot
         self.index = np.zeros(slots, dtype=np.int64)  # number of tokens sampled
         self.seed = np.zeros(slots, dtype=np.int64)
         self.temperature = np.ones(slots, dtype=np.float32)
@@ -182,15 +69,26 @@ class _StepInputs:
         self.seed[row] = sampling.seed & SEED_MASK
         self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
 
+    def share(self, row: int, prompt: int) -> None:
+        """Take all tokens before the newest from a prompt slot, or none if it is -1."""
+        self.prompt[row] = prompt
+        self.shared[row] = self.position[row] if prompt >= 0 else 0
+
+    def cached(self, rows: Sequence[int] | row_blocks.Indices) -> row_blocks.Indices:
+        """Return how many tokens the rows have in their own slots."""
+        return self.position[rows] - self.shared[rows]
+
     def empty(self, row: int) -> None:
         """Make a row idle: token 0 at position 0, no truncation."""
-        for array in (self.token, self.position, self.index, self.seed, self.top_k):
+        for array in (self.token, self.position, self.shared, self.index, self.seed, self.top_k):
             array[row] = 0
+        self.prompt[row] = -1
         self.temperature[row] = self.top_p[row] = 1
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         for array in (
-            self.token, self.position, self.index, self.seed, self.temperature, self.top_k, self.top_p,
+            self.token, self.position, self.prompt, self.shared, self.index, self.seed, self.temperature, self.top_k,
+            self.top_p,
         ):  # fmt: skip
             array[targets] = array[sources]
 
@@ -202,6 +100,7 @@ class DecodeBatch:
         self.decoder = decoder
         self.version = version
         self._kv: KvPolicy = kv
+        self._shares_prompts = decoder.shares_prompts and kv == "keep"
         self._decode = decode
         self._waiting: deque[GenerationRequest] = deque()
         self._running: list[GenerationRequest | None] = [None] * decoder.slots
@@ -210,7 +109,7 @@ class DecodeBatch:
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.tokens = 0
         self.prefill_tokens = 0  # computed
-        self.shared_tokens = 0  # prompt tokens copied from another request
+        self.shared_tokens = 0  # prompt tokens taken from another request
         self.steps = 0
 
     @property
@@ -292,7 +191,9 @@ class DecodeBatch:
         rows = stepped = self.decoder.slots
         if not self.decoder.deterministic:
             rows, stepped = running, running - len(followers)
-        logits = self.decoder.step(state.token[:stepped], state.position[:stepped])
+        prompts = SharedPrompts(state.prompt[:stepped], state.shared[:stepped])
+        shared = prompts if (prompts.slot_B >= 0).any() else None
+        logits = self.decoder.step(state.token[:stepped], state.position[:stepped], shared)
         if followers:
             logits = self._follow(logits, rows, followers)
         with torch.inference_mode():
@@ -326,8 +227,7 @@ class DecodeBatch:
                 done.append(
                     FinishedRequest(request.id, RequestFailed(f"logits of version {self.version} are not finite"))
                 )
-                self._free(slot)
-                self.decoder.clear(slot)
+                self._clear(slot)
                 continue
             self.tokens += 1
             stop = request.append(token, logprob)
@@ -343,6 +243,7 @@ class DecodeBatch:
         taken = self._take_waiting()
         if self.decoder.attends_in_blocks:
             self._order_by_length()
+            self._order_prompts()
         if not taken:
             self._make_room(0, 0)
             return {}
@@ -355,10 +256,15 @@ class DecodeBatch:
         followers = [request for request in taken if first.get(request.prompt_bytes, request) is not request]
         slots = self._make_room(len(stepped), len(followers))
         computed = self._computed_prompts()  # running requests may have moved
+        to_share = self._prompts_to_share(stepped, followers)
         source = {}
         for slot, request in zip(slots, (*stepped, *followers), strict=True):
             self._start(slot, request)
             source[slot] = computed.setdefault(request.prompt_bytes, slot)
+            if source[slot] != slot:
+                self._rows.share(slot, int(self._rows.prompt[source[slot]]))
+            elif request.prompt_bytes in to_share:
+                self._rows.share(slot, self._free_prompt_slot())
         decoded = slots[: len(stepped)]
         self._prefill([slot for slot in decoded if source[slot] == slot])
         self._copy_prompts({slot: source[slot] for slot in decoded if source[slot] != slot}, without_last=True)
@@ -383,6 +289,18 @@ class DecodeBatch:
             if request is not None and request.prompt_version == self.version
         }
 
+    def _prompts_to_share(self, *starting: Sequence[GenerationRequest]) -> set[bytes]:
+        """Return the prompts that several of the requests have that start or wait, if it pays to share them."""
+        if not self._shares_prompts:
+            return set()
+        requests = itertools.chain(*starting, self._waiting)
+        counts = Counter(each.prompt_bytes for each in requests if len(each.prompt) > MIN_PROMPT)
+        return {prompt for prompt, count in counts.items() if count > 1}
+
+    def _free_prompt_slot(self) -> int:
+        taken = set(self._rows.prompt.tolist())
+        return next(slot for slot in itertools.count() if slot not in taken)
+
     def _start(self, slot: int, request: GenerationRequest) -> None:
         request.prompt_version = self.version
         request.spans.append((0, self.version))
@@ -390,12 +308,15 @@ class DecodeBatch:
         self._rows.fill(slot, request)
 
     def _copy_prompts(self, sources: dict[int, int], *, without_last: bool) -> None:
-        """Copy the KV cache of prompts, with or without the last token. `sources` maps a slot to the one it copies."""
-        if not sources:
-            return
-        lengths = self._rows.position[list(sources)] + (0 if without_last else 1)
-        self.decoder.copy(list(sources.values()), list(sources), lengths.tolist())
-        self.shared_tokens += int(lengths.sum())
+        """Copy the KV cache of prompts, with or without the last token, except what a prompt slot holds. `sources` maps
+        a slot to the one it copies."""
+        last = 0 if without_last else 1
+        targets = list(sources)
+        lengths = dict(zip(targets, (self._rows.cached(targets) + last).tolist(), strict=True))
+        copied = [slot for slot in targets if lengths[slot] > 0]
+        if copied:
+            self.decoder.copy([sources[slot] for slot in copied], copied, [lengths[slot] for slot in copied])
+        self.shared_tokens += int(self._rows.position[targets].sum()) + last * len(targets)
 
     def _follow(self, logits_B_V: Tensor, rows: int, followers: dict[int, int]) -> Tensor:
         """Give followers the logits and the KV cache of the first request of their prompt, which was just stepped."""
@@ -405,12 +326,20 @@ class DecodeBatch:
         return logits_B_V[torch.from_numpy(source).to(logits_B_V.device)]
 
     def _prefill(self, slots: Sequence[int]) -> None:
-        """Compute the KV cache of these slots: all tokens but the newest."""
-        prefixes = {slot: request.sequence()[:-1] for slot in slots if (request := self._running[slot]) is not None}
-        prefixes = {slot: prefix for slot, prefix in prefixes.items() if len(prefix)}
-        if prefixes:
-            self.decoder.prefill(list(prefixes), list(prefixes.values()))
-            self.prefill_tokens += sum(len(prefix) for prefix in prefixes.values())
+        """Compute the KV cache of these slots, or of the prompts that they share: all tokens but the newest."""
+        own: dict[int, Ints] = {}
+        prompts: dict[int, Ints] = {}
+        for slot in slots:
+            request, prompt = self._running[slot], int(self._rows.prompt[slot])
+            if request is not None and len(prefix := request.sequence()[:-1]):
+                if prompt < 0:
+                    own[slot] = prefix
+                else:
+                    prompts[prompt] = prefix
+        for prefixes, shared in ((own, False), (prompts, True)):
+            if prefixes:
+                self.decoder.prefill(list(prefixes), list(prefixes.values()), shared=shared)
+                self.prefill_tokens += sum(len(prefix) for prefix in prefixes.values())
 
     def _make_room(self, stepped: int, followers: int) -> list[int]:
         """Return slots for new requests: first those that the next step decodes, then those that follow.
@@ -429,23 +358,47 @@ class DecodeBatch:
     def _order_by_length(self) -> None:
         """Move long sequences to the first rows and short ones to the last, if that pays."""
         rows = np.array([row for row, request in enumerate(self._running) if request is not None], dtype=np.int64)
-        moves = row_blocks.moves(rows, self._rows.position[rows] + 1, self.decoder.context)
+        moves = row_blocks.moves(rows, self._rows.cached(rows) + 1, self.decoder.context)
         if moves:
             self._move(list(moves), list(moves.values()))
 
+    def _order_prompts(self) -> None:
+        """Move long prompts to the first prompt slots and unused slots to the last, if that pays."""
+        users = np.flatnonzero(self._rows.prompt >= 0)
+        if len(users) == 0:
+            return
+        slots = self._rows.prompt[users]
+        lengths = np.zeros(slots.max() + 1, dtype=np.int64)
+        lengths[slots] = self._rows.shared[users]
+        moves = row_blocks.moves(np.arange(len(lengths)), lengths, self.decoder.context)
+        moves = {source: target for source, target in moves.items() if lengths[source] > 0}
+        if moves:
+            self.decoder.copy(list(moves), list(moves.values()), lengths[list(moves)].tolist(), shared=True)
+            self._rows.prompt[users] = [moves.get(slot, slot) for slot in slots.tolist()]
+
     def _move(self, sources: list[int], targets: list[int]) -> None:
         """Move running requests to other rows, all at once."""
-        self.decoder.copy(sources, targets, self._rows.position[sources].tolist())
+        self.decoder.copy(sources, targets, self._rows.cached(sources).tolist())
         self._rows.move(sources, targets)
         moved = [self._running[source] for source in sources]
         for source in sources:
             self._running[source] = None
+        for source in set(sources).difference(targets):
+            self._rows.empty(source)
         for target, request in zip(targets, moved, strict=True):
             self._running[target] = request
 
     def _free(self, slot: int) -> None:
         self._running[slot] = None
         self._rows.empty(slot)
+
+    def _clear(self, slot: int) -> None:
+        """Free a slot whose KV cache, or prompt, may contain values that are not finite."""
+        prompt = int(self._rows.prompt[slot])
+        self._free(slot)
+        self.decoder.clear(slot)
+        if prompt >= 0 and prompt not in self._rows.prompt:
+            self.decoder.clear(prompt, shared=True)
 
     # ------------------------------------------------------------------------------------------------ weights
 

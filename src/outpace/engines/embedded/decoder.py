@@ -8,6 +8,9 @@ Invariants
   each prefix is computed alone in a shape that depends on its own length only.
 - `prepare` may run on any thread while the decoder is in use; call everything else from one thread.
 
+A decoder that `shares_prompts` has a second cache, for prompts: a slot there holds the first tokens of the sequences of
+any number of rows, whose own slots hold only the tokens after it. `shared=True` means slots of that cache.
+
 KV cache: the time axis doubles up to the context, so a long context costs memory only once a sequence needs it. On a
 GPU the memory of the smaller cache goes back to the driver: the larger cache cannot reuse it, and the learner may need
 it. Memory is zeroed, never uninitialized: a masked key has weight zero, but zero times NaN is NaN.
@@ -26,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outpace.engines.embedded.row_blocks import by_class, round_up
+from outpace.engines.embedded.shared_prompts import SharedPrompts
 from outpace.errors import BadInput
 from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
@@ -61,6 +65,10 @@ class SlotCache:
 
     def _zeros(self, heads: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros(self.slots, heads, self.capacity, size, dtype=dtype, device=device)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return views of the layer's keys and values with the heads of all slots in one dimension: SH_T_D."""
+        return self.keys[layer].flatten(0, 1), self.values[layer].flatten(0, 1)
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
@@ -100,6 +108,8 @@ class Decoder(ABC):
     vocabulary: int
     attends_in_blocks = False
     """Whether a step is cheaper with rows ordered by length, longest first (`row_blocks`)."""
+    shares_prompts = False
+    """Whether several rows can use the keys and values of one prompt (`shared_prompts`)."""
 
     def __init__(self, slots: int, context: int, *, deterministic: bool) -> None:
         self.slots, self.context, self.deterministic = slots, context, deterministic
@@ -107,11 +117,15 @@ class Decoder(ABC):
     def _allocate(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the cache. `shapes` is (heads, key size, value size) per layer."""
         self.device = device
-        self._cache = SlotCache(shapes, self.slots, self.context, dtype, device, preallocate=self.deterministic)
+        self._cache, self._prompt_cache = (
+            SlotCache(shapes, slots, self.context, dtype, device, preallocate=self.deterministic)
+            for slots in (self.slots, self.slots if self.shares_prompts else 0)
+        )
 
     @torch.inference_mode()
-    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints]) -> None:
+    def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints], *, shared: bool = False) -> None:
         """Compute the keys and values of each prefix and store them in its slot: as few passes as fit."""
+        cache = self._cache_of(shared)
         order = sorted(range(len(slots)), key=lambda index: len(prefixes[index]), reverse=True)
         start = 0
         while start < len(order):
@@ -122,20 +136,24 @@ class Decoder(ABC):
             tokens_N_L = np.zeros((len(chunk), length), dtype=np.int64)
             for row, index in enumerate(chunk):
                 tokens_N_L[row, : len(prefixes[index])] = prefixes[index]
-            self._cache.reserve(length)
+            cache.reserve(length)
             slot_N = torch.tensor([slots[index] for index in chunk], device=self.device)
-            self._prefill_pass(slot_N, torch.from_numpy(tokens_N_L).to(self.device))
+            self._prefill_pass(cache, slot_N, torch.from_numpy(tokens_N_L).to(self.device))
             start += len(chunk)
 
     @abstractmethod
-    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
-        """Compute the keys and values of these prefixes at positions 0 … L-1 and store them in their slots.
+    def _prefill_pass(self, cache: SlotCache, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+        """Compute the keys and values of these prefixes at positions 0 … L-1 and store them in their slots of `cache`.
 
         Shorter prefixes are padded on the right: causal attention hides the padding, and later steps overwrite it."""
 
     @abstractmethod
-    def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
-        """Feed one token per slot 0 … B-1 at its position; return the next token's logits_B_V in float32."""
+    def step(
+        self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64], prompts: SharedPrompts | None = None
+    ) -> Tensor:
+        """Feed one token per slot 0 … B-1 at its position; return the next token's logits_B_V in float32.
+
+        `prompts`: the prompts that rows share, if any does and this decoder `shares_prompts`."""
 
     @abstractmethod
     def prepare(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
@@ -151,16 +169,21 @@ class Decoder(ABC):
     def sibling(self, prepared: DecoderWeights, slots: int | None = None) -> Decoder:
         """Return a second decoder of the same model with these weights and an empty cache (default: as many slots)."""
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]) -> None:
+    def copy(
+        self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int], *, shared: bool = False
+    ) -> None:
         """Copy as many keys and values of each source slot into its target; reads all before it writes."""
-        self._cache.copy(sources, targets, lengths)
+        self._cache_of(shared).copy(sources, targets, lengths)
 
-    def clear(self, slot: int) -> None:
+    def clear(self, slot: int, *, shared: bool = False) -> None:
         """Zero a slot. Needed only when it contains non-finite values."""
-        self._cache.clear(slot)
+        self._cache_of(shared).clear(slot)
+
+    def _cache_of(self, shared: bool) -> SlotCache:
+        return self._prompt_cache if shared else self._cache
 
     def _reserve_window(self, positions_B: NDArray[np.int64]) -> int:
-        """Return the number of keys that a step at these positions reads, with room for them in the cache."""
+        """Return the number of keys that a step reads at these places in the slots, with room for them in the cache."""
         window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
         self._cache.reserve(window)
         return window

@@ -37,9 +37,10 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outpace.engines.embedded.decode_batch import FinishedRequest, KvPolicy
+from outpace.engines.embedded.decode_batch import KvPolicy
 from outpace.engines.embedded.decoder import DecoderWeights
 from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder, tune_threads
+from outpace.engines.embedded.requests import FinishedRequest
 from outpace.engines.embedded.weight_sets import STALE, WeightSets
 from outpace.engines.generation import OpenStreams, TokenStream
 from outpace.errors import ComponentFailed, EngineClosed, OutpaceError, RequestFailed

@@ -2,7 +2,8 @@
 
 On small models launching an operation costs more than its arithmetic. So weights are fused, the matrix product adds
 the residual, rotary embedding is one complex product, and attention is two batched products over a short key window,
-with indices and mask computed once per step, not per layer. The last layer of a prefill stops at its keys and values.
+with indices and mask computed once per step, not per layer. On a CPU, rows with the same prompt share its keys and
+values (`shared_prompts`). The last layer of a prefill stops at its keys and values.
 
 Weights: query, key and value become one matrix, gate and up another, all stored input-major for `addmm`. Rows of the
 query and key weights are reordered so that the two halves of a rotary pair are adjacent: the rotation is then one
@@ -11,7 +12,7 @@ complex product, and every dot product is unchanged.
 Invariant: a model is served only if `fuse` reads all of its tensors. A tensor left over (for example an unknown bias)
 would be a missing term in every logit.
 
-Shapes: B rows, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
+Shapes: B rows, S slots, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
 H query heads, K key-value heads, G = H / K query heads per key-value head, D head size.
 """
 
@@ -27,8 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outpace.engines.embedded.decoder import Decoder, DecoderWeights, check_tensors
+from outpace.engines.embedded.decoder import Decoder, DecoderWeights, SlotCache, check_tensors
 from outpace.engines.embedded.row_blocks import RowBlock, split
+from outpace.engines.embedded.shared_prompts import PromptAttention, SharedPrompts, attend, log_sum_exp, merge
 
 ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 ROTARY = "model.rotary_emb"
@@ -202,10 +204,10 @@ class LlamaDecoder(Decoder):
     def __init__(self, shape: LlamaShape, angles: Tensor, slots: int, context: int, *, deterministic: bool) -> None:
         """Build a decoder without weights: call `install` first, or use `from_model`."""
         super().__init__(slots, context, deterministic=deterministic)
+        self.attends_in_blocks = self.shares_prompts = shape.device.type == "cpu" and not deterministic
         self.vocabulary = shape.vocabulary
         self._shape, self._angles = shape, angles
         self._allocate([(shape.kv_heads, shape.head_dim, shape.head_dim)] * shape.layers, shape.dtype, shape.device)
-        self.attends_in_blocks = shape.device.type == "cpu" and not deterministic
         self._row_heads_S_K = torch.arange(slots * shape.kv_heads, device=shape.device).view(slots, shape.kv_heads)
 
     @classmethod
@@ -237,7 +239,7 @@ class LlamaDecoder(Decoder):
 
     # ------------------------------------------------------------------------------------------------- compute
 
-    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+    def _prefill_pass(self, cache: SlotCache, slot_N: Tensor, tokens_N_L: Tensor) -> None:
         shape = self._shape
         count, length = tokens_N_L.shape
         angles = self._angles[:length].repeat(count, 1).unsqueeze(1)
@@ -247,8 +249,8 @@ class LlamaDecoder(Decoder):
             q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
             k_N_K_L_D = k_B_K_D.view(count, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
             v_N_K_L_D = v_B_K_D.view(count, length, shape.kv_heads, shape.head_dim).transpose(1, 2)
-            self._cache.keys[index][:, :, :length].index_copy_(0, slot_N, k_N_K_L_D)
-            self._cache.values[index][:, :, :length].index_copy_(0, slot_N, v_N_K_L_D)
+            cache.keys[index][:, :, :length].index_copy_(0, slot_N, k_N_K_L_D)
+            cache.values[index][:, :, :length].index_copy_(0, slot_N, v_N_K_L_D)
             if index == last:
                 break
             q_N_H_L_D = q_B_H_D.view(count, length, shape.heads, shape.head_dim).transpose(1, 2)
@@ -258,26 +260,28 @@ class LlamaDecoder(Decoder):
             hidden_B_E = self._finish_layer(layer, hidden_B_E, attended_N_H_L_D.transpose(1, 2))
 
     @torch.inference_mode()
-    def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
+    def step(
+        self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64], prompts: SharedPrompts | None = None
+    ) -> Tensor:
         shape, cache, device = self._shape, self._cache, self._shape.device
         rows = len(tokens_B)
         heads = rows * shape.kv_heads
-        blocks = self._blocks(positions_B)
-        position_B = torch.from_numpy(positions_B).to(device)
-        place_BK = (self._row_heads_S_K[:rows] * cache.capacity + position_B.unsqueeze(1)).flatten()
-        masks = [self._mask(position_B[block.start : block.end], block.window) for block in blocks]
-        angles = self._angles[position_B].unsqueeze(1)
+        places_B = positions_B if prompts is None else positions_B - prompts.length_B
+        blocks = self._blocks(places_B)
+        place_B = torch.from_numpy(places_B).to(device)
+        place_BK = (self._row_heads_S_K[:rows] * cache.capacity + place_B.unsqueeze(1)).flatten()
+        masks = [self._mask(place_B[block.start : block.end], block.window) for block in blocks]
+        shared = None if prompts is None else PromptAttention(prompts, shape.kv_heads, shape.dtype, device)
+        angles = self._angles[torch.from_numpy(positions_B).to(device)].unsqueeze(1)
         hidden_B_E = F.embedding(torch.from_numpy(tokens_B).to(device), self._embedding_V_E)
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+        for index, layer in enumerate(self._layers):
+            keys_SK_T_D, values_SK_T_D = cache.of_layer(index)
             q_B_H_D, k_B_K_D, v_B_K_D = self._project(layer, hidden_B_E, angles)
-            keys.view(-1, shape.head_dim).index_copy_(0, place_BK, k_B_K_D.reshape(heads, shape.head_dim))
-            values.view(-1, shape.head_dim).index_copy_(0, place_BK, v_B_K_D.reshape(heads, shape.head_dim))
+            keys_SK_T_D.view(-1, shape.head_dim).index_copy_(0, place_BK, k_B_K_D.reshape(heads, shape.head_dim))
+            values_SK_T_D.view(-1, shape.head_dim).index_copy_(0, place_BK, v_B_K_D.reshape(heads, shape.head_dim))
             q_BK_G_D = q_B_H_D.reshape(heads, -1, shape.head_dim)
-            attended = [
-                self._attend(block, mask_BK_G_W, q_BK_G_D, keys.flatten(0, 1), values.flatten(0, 1))
-                for block, mask_BK_G_W in zip(blocks, masks, strict=True)
-            ]
-            hidden_B_E = self._finish_layer(layer, hidden_B_E, torch.cat(attended) if len(blocks) > 1 else attended[0])
+            attended_BK_G_D = self._attend(blocks, masks, q_BK_G_D, index, shared)
+            hidden_B_E = self._finish_layer(layer, hidden_B_E, attended_BK_G_D)
         return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
 
     def _blocks(self, positions_B: NDArray[np.int64]) -> list[RowBlock]:
@@ -286,14 +290,20 @@ class LlamaDecoder(Decoder):
         return split(positions_B + 1, window) if self.attends_in_blocks else [RowBlock(0, len(positions_B), window)]
 
     def _attend(
-        self, block: RowBlock, mask_BK_G_W: Tensor, q_BK_G_D: Tensor, keys_BK_T_D: Tensor, values_BK_T_D: Tensor
+        self, blocks: list[RowBlock], masks: list[Tensor], q_BK_G_D: Tensor, layer: int, shared: PromptAttention | None
     ) -> Tensor:
-        shape = self._shape
-        rows = slice(block.start * shape.kv_heads, block.end * shape.kv_heads)
-        keys_BK_D_W = keys_BK_T_D[rows, : block.window].transpose(1, 2)
-        scores_BK_G_W = torch.baddbmm(mask_BK_G_W, q_BK_G_D[rows], keys_BK_D_W, alpha=shape.head_dim**-0.5)
-        weights_BK_G_W = scores_BK_G_W.softmax(-1, dtype=torch.float32).to(shape.dtype)
-        return torch.bmm(weights_BK_G_W, values_BK_T_D[rows, : block.window])
+        outputs, masses = [], []
+        for block, mask_BK_G_W in zip(blocks, masks, strict=True):
+            rows = slice(block.start * self._shape.kv_heads, block.end * self._shape.kv_heads)
+            keys_BK_W_D, values_BK_W_D = (each[rows, : block.window] for each in self._cache.of_layer(layer))
+            output_BK_G_D, scores, weights = attend(q_BK_G_D[rows], keys_BK_W_D, values_BK_W_D, mask_BK_G_W)
+            outputs.append(output_BK_G_D)
+            if shared is not None:
+                masses.append(log_sum_exp(scores, weights))
+        attended_BK_G_D = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        if shared is None:
+            return attended_BK_G_D
+        return merge(attended_BK_G_D, torch.cat(masses), *shared(q_BK_G_D, *self._prompt_cache.of_layer(layer)))
 
     def _mask(self, position_B: Tensor, window: int) -> Tensor:
         """Return the additive mask: 0 up to a row's position, -inf beyond, repeated for its heads."""

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights, SlotCache, check_tensors
+from outpace.engines.embedded.shared_prompts import SharedPrompts
 from outpace.errors import BadInput
 
 
@@ -114,13 +115,15 @@ class TransformersDecoder(Decoder):
 
     # ------------------------------------------------------------------------------------------------- compute
 
-    def _prefill_pass(self, slot_N: Tensor, tokens_N_L: Tensor) -> None:
+    def _prefill_pass(self, cache: SlotCache, slot_N: Tensor, tokens_N_L: Tensor) -> None:
         length = tokens_N_L.shape[1]
         positions_N_L = torch.arange(length, device=self.device).expand_as(tokens_N_L)
         self._forward(self._model.base_model, _ForwardPass(slot_N, length, None), tokens_N_L, positions_N_L)
 
     @torch.inference_mode()
-    def step(self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> Tensor:
+    def step(
+        self, tokens_B: NDArray[np.int64], positions_B: NDArray[np.int64], prompts: SharedPrompts | None = None
+    ) -> Tensor:
         window = self._reserve_window(positions_B)
         position_B = torch.from_numpy(positions_B).to(self.device)
         token_B = torch.from_numpy(tokens_B).to(self.device)

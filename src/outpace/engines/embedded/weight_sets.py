@@ -14,8 +14,9 @@ from typing import Final
 
 import numpy as np
 
-from outpace.engines.embedded.decode_batch import DecodeBatch, FinishedRequest, GenerationRequest, KvPolicy
+from outpace.engines.embedded.decode_batch import DecodeBatch, KvPolicy
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
+from outpace.engines.embedded.requests import FinishedRequest, GenerationRequest
 from outpace.engines.generation import Decode
 from outpace.errors import RequestFailed
 from outpace.models.loading import release_unused_memory
