@@ -14,14 +14,14 @@ from outpace.commands.bench_engine import GenerationLoad
 def test_the_benchmark_checks_correctness_and_reports_the_speed_of_engine_and_generate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def small(policy: object, seed: int) -> GenerationLoad:
+    def small(policy: object, seed: int, *_: object, **__: object) -> GenerationLoad:
         return GenerationLoad("small", bench_engine._prompts(policy, 4, seed), [3, 3, 3, 6])  # type: ignore[arg-type]
 
     monkeypatch.setattr(bench_engine, "_equal_load", small)
     monkeypatch.setattr(bench_engine, "_long_tailed_load", small)
     monkeypatch.setattr(bench_engine, "_groups_load", small)
     result = bench_engine.run(threads=1, repeats=1)
-    assert [row["tokens"] for row in result["loads"]] == [15, 15, 15]
+    assert [row["tokens"] for row in result["loads"]] == [15, 15, 15, 15]
     assert all(row["engine_tokens_per_s"] > 0 and row["generate_tokens_per_s"] > 0 for row in result["loads"])
     assert result["correctness"]["greedy_wrong"] == 0
     assert result["correctness"]["logprob_error"] < 1e-4

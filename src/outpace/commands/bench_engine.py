@@ -1,9 +1,9 @@
 """`outpace bench engine`: the embedded engine compared with transformers' `generate` on the same weights.
 
-Three loads: requests of equal length, where only the cost of a decode step counts; long-tailed lengths, where
-`generate` keeps decoding finished rows while the engine refills their slots; and groups, eight short attempts per
-prompt, whose prompt the engine computes once. Both sides sample from the plain softmax with the same number of threads,
-run alternately and report medians.
+Loads: requests of equal length, where only the cost of a decode step counts; long-tailed lengths, where `generate`
+keeps decoding finished rows while the engine refills their slots; and groups of eight short attempts, whose prompt the
+engine computes once, with a short prompt and with a long one. Both sides sample from the plain softmax with the same
+number of threads, run alternately and report medians.
 
 Correctness comes first: greedy output must equal `generate`'s, except where the two best logits are closer than 1e-4,
 and sampled logprobs must be within 1e-4 of a teacher-forced forward pass. The command prints every missed target and
@@ -34,7 +34,7 @@ TIE = 1e-4
 BATCH = 64
 PROMPT_TOKENS = 16
 
-EQUAL, LONG_TAILED, GROUPS = "equal lengths", "long-tailed", "groups"
+EQUAL, LONG_TAILED, GROUPS, LONG_PROMPTS = "equal lengths", "long-tailed", "groups", "groups, long prompts"
 MAX_LOGPROB_ERROR = 1e-4
 MIN_RATIO = {EQUAL: 1.5, LONG_TAILED: 2.5}
 """Required speedup over `generate`, by load. Groups have none."""
@@ -122,7 +122,12 @@ async def _measure(policy: PreTrainedModel, *, threads: int, repeats: int, slots
     engine = EmbeddedEngine(policy, slots=slots, threads=threads)
     try:
         correctness = await _correctness(engine, policy, seed)
-        loads = [_equal_load(policy, seed), _long_tailed_load(policy, seed), _groups_load(policy, seed)]
+        loads = [
+            _equal_load(policy, seed),
+            _long_tailed_load(policy, seed),
+            _groups_load(policy, seed, GROUPS, prompt_tokens=12),  # the shape of the built-in task
+            _groups_load(policy, seed, LONG_PROMPTS, prompt_tokens=192),
+        ]
         rows = [await _race(engine, policy, load, repeats) for load in loads]
     finally:
         await engine.close()
@@ -170,12 +175,12 @@ def _long_tailed_load(policy: PreTrainedModel, seed: int) -> GenerationLoad:
     return GenerationLoad(LONG_TAILED, _prompts(policy, len(lengths), seed + 2), lengths.tolist())
 
 
-def _groups_load(policy: PreTrainedModel, seed: int) -> GenerationLoad:
-    """The shape of the built-in task: 64 groups of 8 attempts, prompts of 12 tokens, answers of 5 to 11."""
+def _groups_load(policy: PreTrainedModel, seed: int, name: str, prompt_tokens: int) -> GenerationLoad:
+    """64 groups of 8 attempts, answers of 5 to 11 tokens."""
     attempts = 8
-    prompts = [prompt for prompt in _prompts(policy, 64, seed + 4, tokens=12) for _ in range(attempts)]
+    prompts = [prompt for prompt in _prompts(policy, 64, seed + 4, tokens=prompt_tokens) for _ in range(attempts)]
     lengths = np.random.default_rng(seed + 5).integers(5, 12, len(prompts))
-    return GenerationLoad(GROUPS, prompts, lengths.tolist())
+    return GenerationLoad(name, prompts, lengths.tolist())
 
 
 # ------------------------------------------------------------------------------------------------------------- speed
