@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.learner.balance import HIDDEN_SIZE, TOLERANCE, estimated_work, share_rows
-from outpace.learner.packing import input_length, pack
+from outpace.learner.packing import MIN_SHARED, input_length, pack
 from outpace.types import OBSERVED, Row
 
 PASS = 16_384
@@ -145,7 +145,9 @@ def test_attention_counts_more_in_narrow_models() -> None:
 
 @given(batches(), st.sampled_from([64, 2_048]))
 def test_the_estimated_work_of_a_group_is_that_of_its_passes(rows: list[Row], hidden_size: int) -> None:
-    assert estimated_work(rows, 10**9, hidden_size) == pytest.approx(packed_work(rows, 10**9, hidden_size), rel=0.02)
+    packed = packed_work(rows, 10**9, hidden_size)
+    unshared = MIN_SHARED * len(rows)  # packing does not share prompts that are shorter, the estimate does
+    assert estimated_work(rows, 10**9, hidden_size) == pytest.approx(packed, rel=0.02, abs=unshared)
 
 
 @pytest.mark.parametrize("sigma", [0.9, 1.2])

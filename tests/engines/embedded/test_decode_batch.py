@@ -200,16 +200,17 @@ def test_non_finite_logits_fail_their_requests_and_do_not_affect_later_requests(
         broken.get_parameter("model.layers.0.self_attn.v_proj.weight").fill_(float("nan"))
     long, short, other = prompts(length, length - 5, length - 3)
     batch.swap(batch.decoder.prepare(dict(broken.named_parameters())), 1)
-    for name in "ab":
+    for name in "abcd":
         batch.submit(name, long, Sampling(max_tokens=9, seed=1), 0)
     for failed in drain(batch).values():
         assert isinstance(failed, RequestFailed)
         assert "version 1" in str(failed)
     batch.swap(batch.decoder.prepare(dict(model.named_parameters())), 2)
-    for name, prompt in zip("cdef", (short, short, other, other), strict=True):
+    given = {f"{index}": prompt for index, prompt in enumerate([short] * 4 + [other] * 4)}
+    for name, prompt in given.items():
         batch.submit(name, prompt, Sampling(max_tokens=4, seed=1), 0)
     finished = drain(batch)
-    for name, prompt in zip("cdef", (short, short, other, other), strict=True):
+    for name, prompt in given.items():
         generation = generation_of(finished[name])
         np.testing.assert_allclose(generation.logprobs, forced_logprobs(model, prompt, generation.tokens), atol=1e-4)
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from outpace.engines.embedded.decode_batch import DecodeBatch, KvPolicy
 from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder
 from outpace.engines.embedded.requests import FinishedRequest
-from outpace.engines.embedded.shared_prompts import PromptAttention, SharedPrompts, merge
+from outpace.engines.embedded.shared_prompts import PromptAttention, SharedPrompts, attend, log_sum_exp, merge
 from outpace.types import Generation, Sampling
-from support import examples
+from support import examples, needs_bfloat16
 
 REQUESTS = 12
 
@@ -35,14 +35,17 @@ class Turn:
 def some_turns() -> st.SearchStrategy[list[Turn]]:
     turn = st.builds(
         Turn,
-        st.lists(st.integers(0, 2), max_size=4),
+        st.lists(st.sampled_from([0, 1, 2, 2, 2, 3, 3, 3]), max_size=REQUESTS),
         st.none() | st.integers(0, REQUESTS - 1),
         st.sampled_from([False, False, False, True]),
     )
     return st.lists(turn, min_size=1, max_size=8)
 
 
-@pytest.mark.parametrize(("family", "path", "kv"), [("llama", "fast", "keep"), ("gpt2", "general", "recompute")])
+@pytest.mark.parametrize(
+    ("family", "path", "kv"),
+    [("llama", "fast", "keep"), ("llama", "fast", "recompute"), ("gpt2", "general", "recompute")],
+)
 def test_a_shared_prompt_does_not_change_tokens_logprobs_or_versions(
     family: str, path: DecoderPath, kv: KvPolicy, model_of: Callable[..., PreTrainedModel],
     prompts: Callable[..., list[np.ndarray]],
@@ -51,7 +54,7 @@ def test_a_shared_prompt_does_not_change_tokens_logprobs_or_versions(
     weights = [decoder.prepare(dict(model_of(family, seed=seed).named_parameters())) for seed in range(2)]
     batch = DecodeBatch(decoder, 0, kv, None)
     alone = [DecodeBatch(decoder.sibling(weights[0], 1), 0, kv, None) for _ in range(REQUESTS)]
-    given_prompts, versions = prompts(1, 20, 50), count(1)
+    given_prompts, versions = prompts(1, 20, 50, 80), count(1)
 
     def serve(turns: list[Turn]) -> tuple[dict[str, Generation], dict[str, Generation]]:
         """Serve the same requests together and each in a batch of its own, turn by turn."""
@@ -124,7 +127,7 @@ def test_prompts_of_different_lengths_come_and_go(
     requests = {
         f"{index}-{attempt}": (prompt, Sampling(max_tokens=1 + (7 * index + 3 * attempt) % 12, seed=index))
         for index, prompt in enumerate(given_prompts)
-        for attempt in range(12 if index % 9 == 0 else 2)
+        for attempt in range(12 if index % 9 == 0 else 4)
     }
     for name, (prompt, sampling) in requests.items():
         batch.submit(name, prompt, sampling, 0)
@@ -134,6 +137,19 @@ def test_prompts_of_different_lengths_come_and_go(
     for name, generation in results(finished, len(requests)).items():
         expected = forced_logprobs(model, requests[name][0], generation.tokens)
         np.testing.assert_allclose(generation.logprobs, expected, atol=1e-4)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("length", [200, 2000])
+def test_the_first_own_token_counts_after_a_long_prompt_in_bfloat16(length: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(16, 1, 64, generator=random).bfloat16() / 8
+    keys, values = torch.randn(2, 16, length + 1, 64, generator=random).bfloat16()
+    shared = PromptAttention(SharedPrompts(np.zeros(1, dtype=np.int64), np.array([length])), 16, torch.bfloat16)
+    output, scores, weights = attend(q, keys[:, length:], values[:, length:], torch.zeros(1, dtype=torch.bfloat16))
+    merged = merge(output, log_sum_exp(scores, weights), *shared(q, keys[:, :length], values[:, :length]))
+    expected = (q.double() @ keys.double().transpose(1, 2) / 8).softmax(-1) @ values.double()
+    assert (merged.double() - expected).norm() < 0.01 * expected.norm()
 
 
 @examples(100)
@@ -151,10 +167,9 @@ def test_attention_over_prompt_and_own_tokens_equals_attention_over_both(data: s
     own_keys, own_values = torch.randn(2, rows * kv_heads, 7, size, generator=random)
 
     lengths = np.array([length_of[each] if each >= 0 else 0 for each in slot])
-    shared = PromptAttention(SharedPrompts(np.array(slot), lengths), kv_heads, torch.float32, torch.device("cpu"))
-    scores = q @ own_keys.transpose(1, 2) / size**0.5
-    own = scores.softmax(-1) @ own_values
-    merged = merge(own, scores.logsumexp(-1, keepdim=True), *shared(q, prompt_keys, prompt_values))
+    shared = PromptAttention(SharedPrompts(np.array(slot), lengths), kv_heads, torch.float32)
+    output, scores, weights = attend(q, own_keys, own_values, torch.zeros(1))
+    merged = merge(output, log_sum_exp(scores, weights), *shared(q, prompt_keys, prompt_values))
 
     for row in range(rows):
         for head in range(kv_heads):

@@ -8,8 +8,8 @@ Equal prompts, such as the attempts of a group, are computed once per version:
 - requests that start in the same turn: the first is prefilled and stepped; the others, its followers, are sampled from
   its logits, each with its own noise;
 - a request that starts later is stepped from its last prompt token on.
-If the decoder shares prompts, all of them use one slot of its prompt cache, which holds all but the last token. Else
-they get copies of the KV cache of one that runs. So do requests whose prompt no other request had when it was computed.
+If enough requests have a long prompt when it is computed, it goes into a slot of the decoder's prompt cache, if it has
+one, and all requests with this prompt use that slot. Otherwise they get copies of the KV cache of one that runs.
 
 Invariants
 - A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
@@ -26,7 +26,7 @@ Not thread-safe: use a batch from one thread only. Shapes: B rows, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -38,7 +38,7 @@ from outpace.engines.embedded import row_blocks
 from outpace.engines.embedded.decoder import Decoder, DecoderWeights
 from outpace.engines.embedded.requests import FinishedRequest, GenerationRequest, check_request
 from outpace.engines.embedded.sampling import sample
-from outpace.engines.embedded.shared_prompts import MIN_PROMPT, SharedPrompts
+from outpace.engines.embedded.shared_prompts import MIN_REQUESTS, MIN_SHARED, SharedPrompts
 from outpace.engines.generation import Decode, StopStrings, tokens_to_sample
 from outpace.errors import RequestFailed
 from outpace.runtime.rng import SEED_MASK, uniform_noise
@@ -53,8 +53,8 @@ class _StepInputs:
     def __init__(self, slots: int) -> None:
         self.token = np.zeros(slots, dtype=np.int64)
         self.position = np.zeros(slots, dtype=np.int64)
-        self.prompt = np.full(slots, -1, dtype=np.int64)  # slot of its shared prompt, -1 for none
-        self.shared = np.zeros(slots, dtype=np.int64)  # tokens in that slot
+        self.prompt_slot = np.full(slots, -1, dtype=np.int64)  # slot of the prompt it shares, -1 for none
+        self.prompt_length = np.zeros(slots, dtype=np.int64)  # number of tokens in it
         self.index = np.zeros(slots, dtype=np.int64)  # number of tokens sampled
         self.seed = np.zeros(slots, dtype=np.int64)
         self.temperature = np.ones(slots, dtype=np.float32)
@@ -69,26 +69,26 @@ class _StepInputs:
         self.seed[row] = sampling.seed & SEED_MASK
         self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
 
-    def share(self, row: int, prompt: int) -> None:
+    def share(self, row: int, prompt_slot: int) -> None:
         """Take all tokens before the newest from a prompt slot, or none if it is -1."""
-        self.prompt[row] = prompt
-        self.shared[row] = self.position[row] if prompt >= 0 else 0
+        self.prompt_slot[row] = prompt_slot
+        self.prompt_length[row] = self.position[row] if prompt_slot >= 0 else 0
 
     def cached(self, rows: Sequence[int] | row_blocks.Indices) -> row_blocks.Indices:
         """Return how many tokens the rows have in their own slots."""
-        return self.position[rows] - self.shared[rows]
+        return self.position[rows] - self.prompt_length[rows]
 
     def empty(self, row: int) -> None:
         """Make a row idle: token 0 at position 0, no truncation."""
-        for array in (self.token, self.position, self.shared, self.index, self.seed, self.top_k):
+        for array in (self.token, self.position, self.prompt_length, self.index, self.seed, self.top_k):
             array[row] = 0
-        self.prompt[row] = -1
+        self.prompt_slot[row] = -1
         self.temperature[row] = self.top_p[row] = 1
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         for array in (
-            self.token, self.position, self.prompt, self.shared, self.index, self.seed, self.temperature, self.top_k,
-            self.top_p,
+            self.token, self.position, self.prompt_slot, self.prompt_length, self.index, self.seed, self.temperature,
+            self.top_k, self.top_p,
         ):  # fmt: skip
             array[targets] = array[sources]
 
@@ -191,7 +191,7 @@ class DecodeBatch:
         rows = stepped = self.decoder.slots
         if not self.decoder.deterministic:
             rows, stepped = running, running - len(followers)
-        prompts = SharedPrompts(state.prompt[:stepped], state.shared[:stepped])
+        prompts = SharedPrompts(state.prompt_slot[:stepped], state.prompt_length[:stepped])
         shared = prompts if (prompts.slot_B >= 0).any() else None
         logits = self.decoder.step(state.token[:stepped], state.position[:stepped], shared)
         if followers:
@@ -256,13 +256,13 @@ class DecodeBatch:
         followers = [request for request in taken if first.get(request.prompt_bytes, request) is not request]
         slots = self._make_room(len(stepped), len(followers))
         computed = self._computed_prompts()  # running requests may have moved
-        to_share = self._prompts_to_share(stepped, followers)
+        to_share = self._prompts_to_share(first, taken)
         source = {}
         for slot, request in zip(slots, (*stepped, *followers), strict=True):
             self._start(slot, request)
             source[slot] = computed.setdefault(request.prompt_bytes, slot)
             if source[slot] != slot:
-                self._rows.share(slot, int(self._rows.prompt[source[slot]]))
+                self._rows.share(slot, int(self._rows.prompt_slot[source[slot]]))
             elif request.prompt_bytes in to_share:
                 self._rows.share(slot, self._free_prompt_slot())
         decoded = slots[: len(stepped)]
@@ -289,17 +289,22 @@ class DecodeBatch:
             if request is not None and request.prompt_version == self.version
         }
 
-    def _prompts_to_share(self, *starting: Sequence[GenerationRequest]) -> set[bytes]:
-        """Return the prompts that several of the requests have that start or wait, if it pays to share them."""
-        if not self._shares_prompts:
+    def _prompts_to_share(
+        self, first: dict[bytes, GenerationRequest], starting: Sequence[GenerationRequest]
+    ) -> set[bytes]:
+        """Return which of the prompts of `first` are long and needed by enough requests that start now or wait."""
+        counts = {prompt: 0 for prompt, request in first.items() if len(request.prompt) > MIN_SHARED}
+        if not counts or not self._shares_prompts:
             return set()
-        requests = itertools.chain(*starting, self._waiting)
-        counts = Counter(each.prompt_bytes for each in requests if len(each.prompt) > MIN_PROMPT)
-        return {prompt for prompt, count in counts.items() if count > 1}
+        for request in itertools.chain(starting, self._waiting):
+            if request.prompt_bytes in counts and request.min_version <= self.version:
+                counts[request.prompt_bytes] += 1
+        return {prompt for prompt, count in counts.items() if count >= MIN_REQUESTS}
 
     def _free_prompt_slot(self) -> int:
-        taken = set(self._rows.prompt.tolist())
-        return next(slot for slot in itertools.count() if slot not in taken)
+        """Return an unused prompt slot, -1 if there is none."""
+        taken = set(self._rows.prompt_slot.tolist())
+        return next((slot for slot in range(self.decoder.prompt_slots) if slot not in taken), -1)
 
     def _start(self, slot: int, request: GenerationRequest) -> None:
         request.prompt_version = self.version
@@ -312,10 +317,10 @@ class DecodeBatch:
         a slot to the one it copies."""
         last = 0 if without_last else 1
         targets = list(sources)
-        lengths = dict(zip(targets, (self._rows.cached(targets) + last).tolist(), strict=True))
-        copied = [slot for slot in targets if lengths[slot] > 0]
+        lengths = self._rows.cached(targets) + last
+        copied = [targets[index] for index in np.flatnonzero(lengths)]
         if copied:
-            self.decoder.copy([sources[slot] for slot in copied], copied, [lengths[slot] for slot in copied])
+            self.decoder.copy([sources[slot] for slot in copied], copied, lengths[lengths > 0].tolist())
         self.shared_tokens += int(self._rows.position[targets].sum()) + last * len(targets)
 
     def _follow(self, logits_B_V: Tensor, rows: int, followers: dict[int, int]) -> Tensor:
@@ -330,12 +335,12 @@ class DecodeBatch:
         own: dict[int, Ints] = {}
         prompts: dict[int, Ints] = {}
         for slot in slots:
-            request, prompt = self._running[slot], int(self._rows.prompt[slot])
+            request, prompt_slot = self._running[slot], int(self._rows.prompt_slot[slot])
             if request is not None and len(prefix := request.sequence()[:-1]):
-                if prompt < 0:
+                if prompt_slot < 0:
                     own[slot] = prefix
                 else:
-                    prompts[prompt] = prefix
+                    prompts[prompt_slot] = prefix
         for prefixes, shared in ((own, False), (prompts, True)):
             if prefixes:
                 self.decoder.prefill(list(prefixes), list(prefixes.values()), shared=shared)
@@ -364,17 +369,17 @@ class DecodeBatch:
 
     def _order_prompts(self) -> None:
         """Move long prompts to the first prompt slots and unused slots to the last, if that pays."""
-        users = np.flatnonzero(self._rows.prompt >= 0)
+        users = np.flatnonzero(self._rows.prompt_slot >= 0)
         if len(users) == 0:
             return
-        slots = self._rows.prompt[users]
+        slots = self._rows.prompt_slot[users]
         lengths = np.zeros(slots.max() + 1, dtype=np.int64)
-        lengths[slots] = self._rows.shared[users]
+        lengths[slots] = self._rows.prompt_length[users]
         moves = row_blocks.moves(np.arange(len(lengths)), lengths, self.decoder.context)
         moves = {source: target for source, target in moves.items() if lengths[source] > 0}
         if moves:
             self.decoder.copy(list(moves), list(moves.values()), lengths[list(moves)].tolist(), shared=True)
-            self._rows.prompt[users] = [moves.get(slot, slot) for slot in slots.tolist()]
+            self._rows.prompt_slot[users] = [moves.get(slot, slot) for slot in slots.tolist()]
 
     def _move(self, sources: list[int], targets: list[int]) -> None:
         """Move running requests to other rows, all at once."""
@@ -394,11 +399,11 @@ class DecodeBatch:
 
     def _clear(self, slot: int) -> None:
         """Free a slot whose KV cache, or prompt, may contain values that are not finite."""
-        prompt = int(self._rows.prompt[slot])
+        prompt_slot = int(self._rows.prompt_slot[slot])
         self._free(slot)
         self.decoder.clear(slot)
-        if prompt >= 0 and prompt not in self._rows.prompt:
-            self.decoder.clear(prompt, shared=True)
+        if prompt_slot >= 0 and prompt_slot not in self._rows.prompt_slot:
+            self.decoder.clear(prompt_slot, shared=True)
 
     # ------------------------------------------------------------------------------------------------ weights
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outpace.engines.embedded.row_blocks import by_class, round_up
-from outpace.engines.embedded.shared_prompts import SharedPrompts
+from outpace.engines.embedded.shared_prompts import MIN_REQUESTS, SharedPrompts
 from outpace.errors import BadInput
 from outpace.models.loading import release_unused_memory
 from outpace.types import Ints
@@ -54,12 +54,12 @@ class SlotCache:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        preallocate: bool,
+        capacity: int,
     ) -> None:
-        """`shapes` is (heads, key size, value size) per layer; `preallocate` reserves the whole context at once."""
+        """`shapes` is (heads, key size, value size) per layer; `capacity` is the number of tokens to begin with."""
         self.slots = slots
         self.context = context
-        self.capacity = context if preallocate else min(context, FIRST_CAPACITY)
+        self.capacity = capacity
         self.keys = [self._zeros(heads, size, dtype, device) for heads, size, _ in shapes]
         self.values = [self._zeros(heads, size, dtype, device) for heads, _, size in shapes]
 
@@ -76,7 +76,7 @@ class SlotCache:
         assert length <= self.context, f"{length} tokens in a context of {self.context}"
         if length <= self.capacity:
             return
-        self.capacity = min(self.context, max(length, 2 * self.capacity))
+        self.capacity = min(self.context, max(length, 2 * self.capacity, FIRST_CAPACITY))
         for tensors in (self.keys, self.values):
             for layer in range(len(tensors)):
                 old = tensors[layer]
@@ -114,13 +114,17 @@ class Decoder(ABC):
     def __init__(self, slots: int, context: int, *, deterministic: bool) -> None:
         self.slots, self.context, self.deterministic = slots, context, deterministic
 
+    @property
+    def prompt_slots(self) -> int:
+        """Number of prompts that rows can share."""
+        return -(-self.slots // MIN_REQUESTS)
+
     def _allocate(self, shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the cache. `shapes` is (heads, key size, value size) per layer."""
         self.device = device
-        self._cache, self._prompt_cache = (
-            SlotCache(shapes, slots, self.context, dtype, device, preallocate=self.deterministic)
-            for slots in (self.slots, self.slots if self.shares_prompts else 0)
-        )
+        first = self.context if self.deterministic else min(self.context, FIRST_CAPACITY)
+        self._cache = SlotCache(shapes, self.slots, self.context, dtype, device, capacity=first)
+        self._prompt_cache = SlotCache(shapes, self.prompt_slots, self.context, dtype, device, capacity=0)
 
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints], *, shared: bool = False) -> None:

@@ -268,11 +268,12 @@ class LlamaDecoder(Decoder):
         heads = rows * shape.kv_heads
         places_B = positions_B if prompts is None else positions_B - prompts.length_B
         blocks = self._blocks(places_B)
-        place_B = torch.from_numpy(places_B).to(device)
+        position_B = torch.from_numpy(positions_B).to(device)
+        place_B = position_B if prompts is None else torch.from_numpy(places_B).to(device)
         place_BK = (self._row_heads_S_K[:rows] * cache.capacity + place_B.unsqueeze(1)).flatten()
         masks = [self._mask(place_B[block.start : block.end], block.window) for block in blocks]
-        shared = None if prompts is None else PromptAttention(prompts, shape.kv_heads, shape.dtype, device)
-        angles = self._angles[torch.from_numpy(positions_B).to(device)].unsqueeze(1)
+        shared = None if prompts is None else PromptAttention(prompts, shape.kv_heads, shape.dtype)
+        angles = self._angles[position_B].unsqueeze(1)
         hidden_B_E = F.embedding(torch.from_numpy(tokens_B).to(device), self._embedding_V_E)
         for index, layer in enumerate(self._layers):
             keys_SK_T_D, values_SK_T_D = cache.of_layer(index)
@@ -292,18 +293,19 @@ class LlamaDecoder(Decoder):
     def _attend(
         self, blocks: list[RowBlock], masks: list[Tensor], q_BK_G_D: Tensor, layer: int, shared: PromptAttention | None
     ) -> Tensor:
-        outputs, masses = [], []
+        cache = self._cache.of_layer(layer)
+        outputs, lses = [], []
         for block, mask_BK_G_W in zip(blocks, masks, strict=True):
-            rows = slice(block.start * self._shape.kv_heads, block.end * self._shape.kv_heads)
-            keys_BK_W_D, values_BK_W_D = (each[rows, : block.window] for each in self._cache.of_layer(layer))
-            output_BK_G_D, scores, weights = attend(q_BK_G_D[rows], keys_BK_W_D, values_BK_W_D, mask_BK_G_W)
+            heads = slice(block.start * self._shape.kv_heads, block.end * self._shape.kv_heads)
+            keys_BK_W_D, values_BK_W_D = (each[heads, : block.window] for each in cache)
+            output_BK_G_D, scores, weights = attend(q_BK_G_D[heads], keys_BK_W_D, values_BK_W_D, mask_BK_G_W)
             outputs.append(output_BK_G_D)
             if shared is not None:
-                masses.append(log_sum_exp(scores, weights))
+                lses.append(log_sum_exp(scores, weights))
         attended_BK_G_D = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if shared is None:
             return attended_BK_G_D
-        return merge(attended_BK_G_D, torch.cat(masses), *shared(q_BK_G_D, *self._prompt_cache.of_layer(layer)))
+        return merge(attended_BK_G_D, torch.cat(lses), *shared(q_BK_G_D, *self._prompt_cache.of_layer(layer)))
 
     def _mask(self, position_B: Tensor, window: int) -> Tensor:
         """Return the additive mask: 0 up to a row's position, -inf beyond, repeated for its heads."""

@@ -25,12 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outpace.engines.embedded.row_blocks import Indices, split
+from outpace.engines.embedded.row_blocks import SHORTEST, Indices, split
 
-MIN_PROMPT = 32
-"""Shorter prompts are not shared: attention in two parts would cost more than it saves."""
+MIN_SHARED = SHORTEST + 1
+"""Fewer tokens are not shared: attention in two parts would cost more than it saves."""
 
-MAX_ROWS = 2
+MIN_REQUESTS = 4
+"""A prompt is shared if so many requests have it. As soon as one row shares, all rows pay for the second part."""
+
+MAX_TIMES_MEAN = 2
 """A prompt's rows beyond this multiple of the mean become a block of their own."""
 
 
@@ -54,7 +57,7 @@ class _Block:
 class PromptAttention:
     """Attention of one decode step over the shared prompts. Every layer uses it with its own queries and cache."""
 
-    def __init__(self, prompts: SharedPrompts, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, prompts: SharedPrompts, kv_heads: int, dtype: torch.dtype) -> None:
         heads = np.arange(kv_heads)
         place_B_K = np.zeros((len(prompts.slot_B), kv_heads), dtype=np.int64)  # in the results of all blocks
         self._products: list[tuple[slice, Tensor, Tensor]] = []  # heads of the cache, index of the queries, mask
@@ -69,26 +72,26 @@ class PromptAttention:
             mask_P_W = torch.zeros(hidden_P_W.shape, dtype=dtype).masked_fill_(hidden_P_W, -torch.inf)
             self._products.append((
                 slice(block.start * kv_heads, (block.start + len(block.length_P)) * kv_heads),
-                torch.from_numpy(query_P_K_N.flatten()).to(device),
-                mask_P_W.repeat_interleave(kv_heads, 0).unsqueeze(1).to(device),
+                torch.from_numpy(query_P_K_N.flatten()),
+                mask_P_W.repeat_interleave(kv_heads, 0).unsqueeze(1),
             ))  # fmt: skip
-        self._place_BK = torch.from_numpy(place_B_K.flatten()).to(device)
+        self._place_BK = torch.from_numpy(place_B_K.flatten())
         absent_B_K = np.repeat(prompts.slot_B[:, None] < 0, kv_heads, axis=1)
-        self._absent_BK_1_1 = torch.from_numpy(absent_B_K.reshape(-1, 1, 1)).to(device) if absent_B_K.any() else None
+        self._absent_BK_1_1 = torch.from_numpy(absent_B_K.reshape(-1, 1, 1)) if absent_B_K.any() else None
 
     def __call__(self, q_BK_G_D: Tensor, keys_SK_T_D: Tensor, values_SK_T_D: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attended values of each row's prompt and the log-sum-exp of its scores: 0 and -inf for a row that
         shares nothing. Keys and values are those of the prompt cache with S slots."""
         groups, size = q_BK_G_D.shape[1:]
-        outputs, masses = [], []
+        outputs, lses = [], []
         for heads, queries, mask_PK_1_W in self._products:
             q_PK_NG_D = q_BK_G_D.index_select(0, queries).view(len(mask_PK_1_W), -1, size)
             keys_PK_W_D, values_PK_W_D = (each[heads, : mask_PK_1_W.shape[-1]] for each in (keys_SK_T_D, values_SK_T_D))
             output, scores, weights = attend(q_PK_NG_D, keys_PK_W_D, values_PK_W_D, mask_PK_1_W)
             outputs.append(output.view(-1, groups, size))
-            masses.append(log_sum_exp(scores, weights).view(-1, groups, 1))
+            lses.append(log_sum_exp(scores, weights).view(-1, groups, 1))
         attended_BK_G_D = torch.cat(outputs).index_select(0, self._place_BK)
-        lse_BK_G_1 = torch.cat(masses).index_select(0, self._place_BK)
+        lse_BK_G_1 = torch.cat(lses).index_select(0, self._place_BK)
         if self._absent_BK_1_1 is not None:
             attended_BK_G_D.masked_fill_(self._absent_BK_1_1, 0)
             lse_BK_G_1.masked_fill_(self._absent_BK_1_1, -torch.inf)
@@ -106,7 +109,7 @@ def _blocks(prompts: SharedPrompts) -> Iterator[_Block]:
         used = np.count_nonzero(counts[start:end])
         if used == 0:
             continue
-        most = min(counts[start:end].max(), MAX_ROWS * -(-counts[start:end].sum() // used))
+        most = min(counts[start:end].max(), MAX_TIMES_MEAN * -(-counts[start:end].sum() // used))
         index_P_N = firsts[start:end, None] + np.arange(most)
         row_P_N = np.where(np.arange(most) < counts[start:end, None], rows[np.minimum(index_P_N, len(rows) - 1)], -1)
         yield _Block(start, row_P_N, lengths[start:end])
@@ -129,4 +132,4 @@ def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
 
 def merge(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor) -> Tensor:
     """Return attention over two sets of keys, given that over each."""
-    return torch.lerp(own, prompt, torch.sigmoid(prompt_lse - own_lse).to(own.dtype))
+    return torch.lerp(own.float(), prompt.float(), torch.sigmoid(prompt_lse - own_lse)).to(own.dtype)
