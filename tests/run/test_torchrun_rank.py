@@ -63,6 +63,12 @@ def test_an_incomplete_environment_names_the_variable() -> None:
         torchrun_process({name: value for name, value in VARIABLES.items() if name != "MASTER_PORT"})
 
 
+def test_a_torchrun_without_a_store_to_share_is_refused_with_the_variable_to_unset() -> None:
+    with pytest.raises(BadInput, match=naming("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")):
+        torchrun_process(VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert torchrun_process(VARIABLES | {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == LAST
+
+
 def test_a_run_under_torchrun_is_resumed_with_as_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Path("runs/large")
     assert resume_command(run) == "outpace train --resume runs/large"
@@ -152,21 +158,26 @@ async def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncItera
     await remote.close()
 
 
-def serving(directory: Path, local_rank: int) -> asyncio.Task[NoReturn]:
-    """Rank 1, in a thread."""
+def serving(directory: Path, local_rank: int, several_machines: bool) -> asyncio.Task[NoReturn]:
+    """Rank 1 of two, or the first of another machine, in a thread."""
     config = make_config({"run.dir": str(directory), "run.device": "cuda"})
-    process = TorchrunProcess(1, 8, local_rank, 8, "127.0.0.1", 29500)
+    size = 1 if several_machines else 2
+    process = TorchrunProcess(1, 2, local_rank, size, "127.0.0.1", 29500)
     return asyncio.create_task(asyncio.to_thread(serve_rank, config, process))
 
 
 @pytest.mark.parametrize(
-    ("gpus", "chosen"),
-    [(["0"], {"CUDA_VISIBLE_DEVICES": "7"}), (None, {})],
+    ("several_machines", "gpus", "chosen"),
+    [
+        (False, ["5"], {"CUDA_VISIBLE_DEVICES": "5"}),
+        (True, ["5"], {"CUDA_VISIBLE_DEVICES": "7"}),
+        (True, None, {}),
+    ],
 )
-async def test_a_rank_gets_the_gpu_of_its_place_on_its_machine_if_it_needs_one(
-    runtime: LocalRuntime, tmp_path: Path, gpus: list[str] | None, chosen: dict[str, str]
+async def test_a_rank_that_needs_a_gpu_gets_its_own_or_that_of_its_place_on_another_machine(
+    runtime: LocalRuntime, tmp_path: Path, several_machines: bool, gpus: list[str] | None, chosen: dict[str, str]
 ) -> None:
-    process = serving(tmp_path, local_rank=1)
+    process = serving(tmp_path, 1, several_machines)
     with pytest.raises(ComponentFailed):
         await start_toy(runtime, "learner-1", remote=1, resources=Resources(gpus=gpus))
     with pytest.raises(Became) as became:
@@ -175,8 +186,8 @@ async def test_a_rank_gets_the_gpu_of_its_place_on_its_machine_if_it_needs_one(
 
 
 async def test_a_rank_without_a_gpu_is_an_error_on_both_sides(runtime: LocalRuntime, tmp_path: Path) -> None:
-    process = serving(tmp_path, local_rank=2)
-    for each in (start_toy(runtime, "learner-1", remote=1, resources=Resources(gpus=["0"])), process):
+    process = serving(tmp_path, 2, several_machines=True)
+    for each in (start_toy(runtime, "learner-1", remote=1, resources=Resources(gpus=["5"])), process):
         with pytest.raises(BadInput, match=naming("learner.devices", "--nproc-per-node")):
             await each
 

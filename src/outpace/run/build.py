@@ -172,7 +172,7 @@ class ComponentSpecs:
 
     def learners(self) -> list[ComponentSpec]:
         """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Ranks
-        that torchrun has started choose their GPUs themselves."""
+        that torchrun has started on other machines choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
         gpus = self.placement.learners
         torchrun, several = self._settings.torchrun, self._settings.several_machines

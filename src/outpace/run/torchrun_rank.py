@@ -43,8 +43,8 @@ def serve_rank(config: Config, process: TorchrunProcess) -> NoReturn:
     host = process.master if process.several_machines else "127.0.0.1"
     connection = connect(Path(config.run.dir), process.rank, host, config.learner.collective_timeout_s)
     start = await_start(connection)
-    gpus: dict[str, str] = {}
-    if start.gpu:
+    gpus = start.gpus
+    if gpus and process.rank >= process.local_size:  # on another machine than the controller
         visible = visible_gpus(config)
         if process.local_rank >= len(visible):
             error = BadInput(
@@ -53,5 +53,5 @@ def serve_rank(config: Config, process: TorchrunProcess) -> NoReturn:
             )
             decline(connection, error)
             raise error
-        gpus = {CUDA_VISIBLE_DEVICES: visible[process.local_rank]}
-    become_component(connection, start, gpus)
+        gpus = [visible[process.local_rank]]
+    become_component(connection, start, {CUDA_VISIBLE_DEVICES: ",".join(gpus)} if gpus else {})

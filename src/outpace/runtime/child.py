@@ -83,7 +83,7 @@ async def run_component(fd: int) -> int:
             async with asyncio.timeout(CLOSE_S):
                 await components.close_component(component)
         except TimeoutError:
-            _exit(1)  # without waiting for its threads
+            _exit(0 if ended else 1)  # without waiting for its threads
     if not ended and not is_private:
         print(CONTROLLER_GONE, file=sys.stderr)
     return 0 if ended else 1

@@ -93,7 +93,7 @@ class Component:
         assert self._remote is not None, "a runtime with remote components accepts their processes"
         process = await self._remote.take(self.spec.name, number)
         needed = self.spec.resources
-        start = StartOrder(needed.cpus, bool(needed.gpus), self.spec.environment, str(self._log.absolute()))
+        start = StartOrder(needed.cpus, needed.gpus or [], self.spec.environment, str(self._log.absolute()))
         process.channel.send(start)
         return process
 

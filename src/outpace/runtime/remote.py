@@ -84,10 +84,11 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class StartOrder(msgspec.Struct, frozen=True):
-    """How the process becomes a component. `gpu`: it needs one. `log`: file for its output."""
+    """How the process becomes a component. `gpus`: those it gets if it is on the controller's machine; none if it needs
+    no GPU. `log`: file for its output."""
 
     threads: int
-    gpu: bool
+    gpus: list[str]
     environment: dict[str, str]
     log: str
 

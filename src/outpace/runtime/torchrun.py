@@ -18,6 +18,8 @@ RUN_ID = "TORCHELASTIC_RUN_ID"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _OTHERS = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE")
 _PREFIX = "TORCHELASTIC_"
+_SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torchrun sets it to "False" if the port that it names is for a store that rank 0 has to open."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,11 @@ def torchrun_process(environment: Mapping[str, str] = os.environ) -> TorchrunPro
     """Return this process's place, None if torchrun has not started it, or has started only one."""
     if RUN_ID not in environment or environment.get("WORLD_SIZE") == "1":
         return None
+    if environment.get(_SHARED_STORE) == "False":
+        raise BadInput(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE: unset it, or use torchrun with --node-rank and --master-addr: the "
+            "learner's processes find each other through torchrun's store"
+        )
     try:
         rank, local_rank, size, local_size = (int(environment[name]) for name in _VARIABLES[:4])
         return TorchrunProcess(

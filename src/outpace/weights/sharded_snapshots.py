@@ -9,17 +9,19 @@ The first rank owns the files. The others open them when they first write into t
     SharedFolderWriter      ranks on several machines write to a file in a folder that all machines share
 
 On a network file system two machines must not map the same file: each would write back whole pages, with the old rows
-of the others. So those ranks write exactly their own bytes, and wait until the server has them.
+of the others. So those ranks write exactly their own bytes, into a new file for each snapshot, and wait until the
+server has them.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import socket
 import zlib
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,12 +102,6 @@ class _FileBuffer(SnapshotBuffer):
     """A snapshot file. `content` and `views` are empty: no rank maps it."""
 
     path: Path
-    descriptor: int
-
-    def write(self, data: memoryview, position: int) -> None:
-        while data:
-            count = os.pwrite(self.descriptor, data, position)
-            data, position = data[count:], position + count
 
 
 class SharedFolderWriter(WeightWriter[_FileBuffer]):
@@ -116,7 +112,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
         super().__init__(torch.device("cpu"), incarnation, SnapshotLayout(dtype, start=DATA_OFFSET))
         self._directory = directory
         self._ranks = ranks
-        self._opened: dict[str, _FileBuffer] = {}  # by path, on ranks other than the first
+        self._files = itertools.count()
         with ranks.errors():
             ranks.barrier()
         if not directory.is_dir():
@@ -126,8 +122,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
             )
 
     def preallocate(self, leased: Collection[Version]) -> None:
-        if self._ranks.is_first:
-            super().preallocate(leased)
+        """Nothing is allocated ahead of time: every snapshot gets a new file."""
 
     def seal(self, draft: SnapshotDraft[_FileBuffer]) -> Manifest:
         """Read the file, in which other machines have written, and compute the checksums."""
@@ -143,8 +138,6 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
         return Manifest(self._incarnation, version, path, specs, draft.timer.seconds())
 
     def close(self) -> None:
-        for buffer in (*self._buffers.all, *self._opened.values()):
-            os.close(buffer.descriptor)
         for buffer in self._buffers.all:
             buffer.path.unlink(missing_ok=True)
         if self._ranks.is_first:
@@ -155,45 +148,57 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
     def _take(self, version: Version, leased: Collection[Version]) -> _FileBuffer:
         if self._ranks.is_first:
             buffer = super()._take(version, leased)
-            self._label(buffer, VOID)
+            self._begin_file(buffer)
             self._ranks.gather(str(buffer.path).encode())
             return buffer
-        path = self._ranks.gather(b"")[0].decode()
-        if path not in self._opened:
-            self._opened[path] = _open_buffer(Path(path))
-        buffer = self._opened[path]
-        buffer.version = version
+        buffer = self._new_buffer(0)
+        buffer.path, buffer.version = Path(self._ranks.gather(b"")[0].decode()), version
         return buffer
 
-    def _fill(self, buffer: _FileBuffer, tensors: list[Tensor]) -> None:
-        for spec, tensor in zip(self._layout.specs, tensors, strict=True):
-            part = slice_of(tensor)
-            if part.is_sharded or self._ranks.is_first:
-                stored = part.local.to(device="cpu", dtype=getattr(torch, spec.dtype)).contiguous()
-                array: Any = stored.reshape(-1).view(torch.uint8).numpy()
-                buffer.write(memoryview(array), spec.offset + part.start * stored.element_size())
-        self._ranks.barrier()
-        if self._ranks.is_first:
-            self._label(buffer, buffer.version)
-
-    def _label(self, buffer: _FileBuffer, version: Version) -> None:
-        buffer.write(memoryview(snapshot.pack_header(self._incarnation, version)), 0)
-
-    def _new_buffer(self, number: int) -> _FileBuffer:
-        path = self._directory / f"{self._incarnation}-{number}.weights"
-        snapshot.require_space(path.parent, self._layout.end)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def _begin_file(self, buffer: _FileBuffer) -> None:
+        """Replace the file of the buffer by a new one: in the old one, this machine could read old rows of the other
+        machines, which an NFS client may keep while a process of its machine has the file open for writing."""
+        buffer.path.unlink(missing_ok=True)
+        buffer.path = self._directory / f"{self._incarnation}-{next(self._files)}.weights"
+        snapshot.require_space(self._directory, self._layout.end)
+        descriptor = os.open(buffer.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(descriptor, self._layout.end)
         finally:
             os.close(descriptor)
-        return _open_buffer(path)
+
+    def _fill(self, buffer: _FileBuffer, tensors: list[Tensor]) -> None:
+        with _open_to_write(buffer.path) as descriptor:
+            for spec, tensor in zip(self._layout.specs, tensors, strict=True):
+                part = slice_of(tensor)
+                if part.is_sharded or self._ranks.is_first:
+                    stored = part.local.to(device="cpu", dtype=getattr(torch, spec.dtype)).contiguous()
+                    array: Any = stored.reshape(-1).view(torch.uint8).numpy()
+                    _write(descriptor, memoryview(array), spec.offset + part.start * stored.element_size())
+        self._ranks.barrier()
+        if self._ranks.is_first:
+            with _open_to_write(buffer.path) as descriptor:
+                _write(descriptor, memoryview(snapshot.pack_header(self._incarnation, buffer.version)), 0)
+
+    def _new_buffer(self, number: int) -> _FileBuffer:
+        """Return a buffer whose file does not exist yet."""
+        return _FileBuffer(content=torch.empty(0), views=[], path=self._directory / f"{self._incarnation}-new.weights")
 
 
-def _open_buffer(path: Path) -> _FileBuffer:
+@contextmanager
+def _open_to_write(path: Path) -> Iterator[int]:
     """O_DSYNC: a write returns when the server has it, and an NFS client writes no more than it was given."""
     descriptor = os.open(path, os.O_WRONLY | os.O_DSYNC)
-    return _FileBuffer(content=torch.empty(0), views=[], path=path, descriptor=descriptor)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, position)
+        data, position = data[count:], position + count
 
 
 def _checksum(descriptor: int, spec: TensorSpec) -> int:
