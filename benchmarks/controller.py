@@ -43,7 +43,7 @@ from outpace.runtime import diagnostics, wire
 from outpace.runtime.cleanup import temporary_directory
 from outpace.runtime.components import ComponentSpec
 from outpace.runtime.rpc import DEFAULT_DEADLINE_S, Channel, RpcProxy, close_proxy
-from outpace.simulator.report import SimulationResult
+from outpace.simulator.metrics import SimulationResult
 from outpace.simulator.run import SimulatedRun
 from outpace.simulator.settings import SimulationSettings
 from outpace.tasks.order import TaskOrder

@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 from outpace.config.load import make_config
 from outpace.config.validation import resolve
 from outpace.hardware.placement import uses_gpu
+from outpace.learner.learner import build_snapshot_writer
 from outpace.models.loading import resolve_model
-from outpace.weights.shared_memory import build_snapshot_writer
 
 
 def main(directory: str, incarnation: str, settings: dict[str, Any]) -> None:

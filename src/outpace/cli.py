@@ -199,9 +199,9 @@ def ledger(arguments: argparse.Namespace, settings: list[str]) -> int:
 
 
 def simulate(arguments: argparse.Namespace, settings: list[str]) -> int:
-    from outpace.simulator import plan
+    from outpace.commands.simulate import simulate_command
 
-    return plan.simulate_command(arguments.config, settings, arguments.json, arguments.quiet)
+    return simulate_command(arguments.config, settings, arguments.json, arguments.quiet)
 
 
 def doctor(arguments: argparse.Namespace, settings: list[str]) -> int:

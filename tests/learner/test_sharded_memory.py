@@ -21,10 +21,10 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from learner.small import make_llama, make_row
 from learner.worlds import World
 from outpace.learner.core import LearnerCore
+from outpace.learner.learner import build_snapshot_writer
 from outpace.learner.sharding import shard
 from outpace.models.loading import decoder_layers
 from outpace.models.slices import local_part
-from outpace.weights.shared_memory import build_snapshot_writer
 from support import resolved
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from outpace.commands.simulate import print_plan, simulate_command
 from outpace.config.load import describe_settings
 from outpace.errors import BadInput, ComponentFailed
-from outpace.simulator import plan
 from outpace.simulator.plan import SimulationPlan, make_plan, with_best_split
-from outpace.simulator.report import print_plan
 from outpace.simulator.run import SimulatedRun
 from outpace.simulator.settings import FIELDS, SECTIONS, SimulationSettings, load_settings
 from support import names
@@ -150,9 +149,7 @@ def printed(plan: SimulationPlan) -> str:
 def test_the_command_reads_a_file_and_options_and_prints_json(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("[cluster]\ndevices = 3\ntraining = 1\n[run]\nsteps = 4\ncompare = false\n[engine]\nload_s = 1\n")
-    assert (
-        plan.simulate_command(file, ["--pacing.groups_per_step", "4", "--workload.mean_tokens=50"], as_json=True) == 0
-    )
+    assert simulate_command(file, ["--pacing.groups_per_step", "4", "--workload.mean_tokens=50"], as_json=True) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
     assert (result["asynchronous"]["generating"], result["asynchronous"]["training"]) == (2, 1)

@@ -38,9 +38,12 @@ import numpy as np
 import torch
 
 from outpace.checkpoint.commit import write_durably
+from outpace.config import Config
 from outpace.errors import NotSaved
+from outpace.hardware.placement import transport_of
 from outpace.learner.backend import LearnerBackend, LearnerSettings, NotFinite, WriteState
 from outpace.learner.batch_learner import BatchLearner
+from outpace.learner.ranks import Ranks
 from outpace.learner.state import write_tensors
 from outpace.monitoring.efficiency import Stopwatch
 from outpace.runtime import diagnostics
@@ -56,8 +59,10 @@ from outpace.types import (
     StepReport,
     Version,
 )
+from outpace.weights.cuda_ipc import DeviceSnapshotWriter
 from outpace.weights.process_group import send_snapshot
-from outpace.weights.shared_memory import SnapshotDraft, build_snapshot_writer
+from outpace.weights.sharded_snapshots import ShardedSnapshotWriter, SharedFolderWriter
+from outpace.weights.shared_memory import SnapshotDraft, SnapshotWriter, WeightWriter
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +145,25 @@ def _describe_row(row: Row) -> dict[str, Any]:
 P = ParamSpec("P")
 T = TypeVar("T")
 B = TypeVar("B", bound=LearnerBackend)
+
+
+def build_snapshot_writer(
+    config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
+) -> WeightWriter[Any]:
+    """Return a writer into GPU memory (CUDA IPC), shared memory or, for ranks on several machines, files on disk.
+    `device` has the weights, sharded over `ranks`.
+
+    Adapters and deltas are read from files, so they always use shared memory."""
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    in_files = config.lora.rank > 0 or config.weights.delta
+    if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files and ranks is None:
+        return DeviceSnapshotWriter(device, incarnation, dtype)
+    deltas = Path(config.weights.dir or directory) if config.weights.delta else None
+    if ranks is not None and ranks.several_machines:
+        return SharedFolderWriter(directory, incarnation, dtype, ranks)
+    if ranks is not None:
+        return ShardedSnapshotWriter(directory, incarnation, dtype, deltas, ranks)
+    return SnapshotWriter(directory, incarnation, dtype, deltas)
 
 
 class LearnerHost(Generic[B]):

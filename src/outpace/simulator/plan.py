@@ -1,4 +1,4 @@
-"""`outpace simulate`: find the best split of devices, and compare asynchronous with synchronous training.
+"""Plan for a cluster: find the best split of devices, and compare asynchronous with synchronous training.
 
 Steps per hour as a function of the number of training devices has a single peak: with more of them the learner starves,
 with fewer the engines idle. A golden-section search finds it with a few short runs of the same workload and seed.
@@ -10,18 +10,14 @@ on the whole batch, and switching costs `run.switch_s` per step.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from outpace.errors import ComponentFailed
-from outpace.runtime import diagnostics
-from outpace.simulator.report import SimulationResult, print_plan
+from outpace.simulator.metrics import SimulationResult
 from outpace.simulator.run import SimulatedRun
-from outpace.simulator.settings import SimulationSettings, load_settings
+from outpace.simulator.settings import SimulationSettings
 
 GOLDEN = (5**0.5 - 1) / 2
 SEARCH_RESOLUTION = 64
@@ -151,20 +147,3 @@ class _ProgressReporter:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self.EVERY_S
             self._report(f"{self._name}: step {version} of {self._steps}, {seconds:,.0f} s simulated")
-
-
-def simulate_command(file: Path | None, words: Sequence[str], as_json: bool = False, quiet: bool = False) -> int:
-    """Run `outpace simulate [FILE] [--json] [--quiet] [--section.key value …]`."""
-    settings = load_settings(file, words)
-    diagnostics.tune_gc()  # avoid repeated garbage collection over 100,000 live episodes
-
-    def report(line: str) -> None:
-        if not quiet:
-            print(line, file=sys.stderr, flush=True)
-
-    plan = make_plan(settings, report)
-    if as_json:
-        print(json.dumps(plan.as_json(), indent=2))
-    else:
-        print_plan(plan, settings)
-    return 0

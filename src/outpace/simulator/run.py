@@ -20,7 +20,7 @@ from outpace.controller.supervisor import RestartPolicy
 from outpace.runtime.components import RestartSettings
 from outpace.simulator.cluster import SimulatedCluster, SimulatedGroup, engine_count
 from outpace.simulator.driver import SimulatedDriver, SimulationObserver, VirtualClock
-from outpace.simulator.report import ClusterTotals, RunMetrics, SimulationResult, compute_result
+from outpace.simulator.metrics import ClusterTotals, RunMetrics, SimulationResult, compute_result
 from outpace.simulator.settings import SimulationSettings
 from outpace.tasks.order import TaskOrder
 from outpace.types import FinishedGroup, GroupReport, Version

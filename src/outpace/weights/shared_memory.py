@@ -25,21 +25,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from outpace.config import Config
-from outpace.hardware.placement import transport_of
 from outpace.models.slices import local_part, slice_of
 from outpace.types import Manifest, TensorSpec, Version, WeightDelta
 from outpace.weights import delta, snapshot
 from outpace.weights.snapshot import DATA_OFFSET, VOID, SnapshotFile, padded
-
-if TYPE_CHECKING:
-    from outpace.learner.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -389,26 +384,3 @@ def _crc32(data: Tensor) -> int:
 def _buffer_of(data: Tensor) -> memoryview:
     array: Any = data.numpy()
     return memoryview(array)
-
-
-def build_snapshot_writer(
-    config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
-) -> WeightWriter[Any]:
-    """Return a writer into GPU memory (CUDA IPC), shared memory or, for ranks on several machines, files on disk.
-    `device` has the weights, sharded over `ranks`.
-
-    Adapters and deltas are read from files, so they always use shared memory."""
-    # These import the buffers of this module.
-    from outpace.weights.cuda_ipc import DeviceSnapshotWriter
-    from outpace.weights.sharded_snapshots import ShardedSnapshotWriter, SharedFolderWriter
-
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    in_files = config.lora.rank > 0 or config.weights.delta
-    if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files and ranks is None:
-        return DeviceSnapshotWriter(device, incarnation, dtype)
-    deltas = Path(config.weights.dir or directory) if config.weights.delta else None
-    if ranks is not None and ranks.several_machines:
-        return SharedFolderWriter(directory, incarnation, dtype, ranks)
-    if ranks is not None:
-        return ShardedSnapshotWriter(directory, incarnation, dtype, deltas, ranks)
-    return SnapshotWriter(directory, incarnation, dtype, deltas)
