@@ -431,7 +431,7 @@ def _add_run_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     this.set_defaults(verb=report)
 
-    this = commands.add_parser("migrate", help="convert a run directory of outpace 0.1")
+    this = commands.add_parser("migrate", help="convert a run directory of an earlier format")
     this.add_argument("run", type=Path, help="run directory; no run may be active in it")
     this.set_defaults(verb=migrate)
 

@@ -17,8 +17,10 @@ from outpace.commands.doctor import (
     check_cache,
     check_cpu,
     check_extras,
+    check_gpu,
     check_memory,
     check_placement,
+    check_server,
     check_shared_memory,
     check_starter,
     check_thread_settings,
@@ -126,6 +128,19 @@ def test_the_placement_is_shown_and_an_impossible_one_is_reported() -> None:
     assert "engine-0: GPU 1" in shown.found
     assert not shown.advice
     assert check_placement(make_config({"rollout.gpus": 3}), ["0", "1"]).advice.startswith("rollout.gpus: ")
+
+
+def test_a_server_that_cannot_be_started_is_reported() -> None:
+    launched = make_config({"engine.kind": "vllm", "launch.python": "/no/python"})
+    assert check_server(launched).advice.startswith("launch.python ")
+    assert not check_server(Config()).advice
+    assert not check_server(make_config({"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1:1"]})).advice
+
+
+def test_gpus_that_are_only_planned_are_not_reported_as_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "CUDA_VISIBLE_DEVICES" in check_gpu(["0", "1"]).found
+    assert "CPU" in check_gpu([]).found
 
 
 def test_a_learner_with_more_gpus_than_this_machine_needs_torchrun() -> None:

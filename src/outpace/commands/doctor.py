@@ -22,6 +22,7 @@ from rich.table import Table
 
 import outpace.models
 from outpace.config import Config
+from outpace.engines.server.commands import configured_server
 from outpace.errors import BadInput, plural
 from outpace.hardware.cores import (
     available_cores,
@@ -31,7 +32,7 @@ from outpace.hardware.cores import (
     shares_cores,
 )
 from outpace.hardware.cpu import supports_bfloat16
-from outpace.hardware.placement import missing_machines, planned_placement, visible_gpus
+from outpace.hardware.placement import launches_servers, missing_machines, planned_placement, visible_gpus
 
 GIB = 2**30
 MIN_MEMORY = 2 * GIB
@@ -92,8 +93,9 @@ def run_checks(config: Config) -> list[Check]:
         check_threads(config, available_cores()),
         check_thread_settings(available_cores(), os.environ),
         check_cpu(platform.machine(), supports_bfloat16()),
-        check_gpu(),
+        check_gpu(visible_gpus(config)),
         check_placement(config, visible_gpus(config)),
+        check_server(config),
         check_extras({extra: importlib.util.find_spec(module) is not None for extra, module in EXTRAS.items()}),
         check_cache(cache_folder(os.environ)),
         check_starter(Path(outpace.models.__file__ or "").parent / "starter"),
@@ -157,13 +159,15 @@ def check_cpu(architecture: str, bfloat16: bool) -> Check:
     return Check("CPU", f"{architecture}, {support}")
 
 
-def check_gpu() -> Check:
+def check_gpu(visible: Sequence[str]) -> Check:
+    """`visible`: what CUDA_VISIBLE_DEVICES names is believed, to plan for GPUs of another machine."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that torch needs is missing
         return Check("GPU", "torch cannot be imported", f"reinstall torch: {error}")
     if not torch.cuda.is_available():
-        return Check("GPU", "none, runs use the CPU")
+        planned = f"none here; the placement is for {plural(len(visible), 'GPU')} of CUDA_VISIBLE_DEVICES"
+        return Check("GPU", planned if visible else "none, runs use the CPU")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return Check("GPU", ", ".join(names))
 
@@ -175,6 +179,16 @@ def check_placement(config: Config, gpus: Sequence[str]) -> Check:
     except BadInput as error:
         return Check("Placement", "not possible", str(error))
     return Check("Placement", "; ".join(placement.lines(config)), missing_machines(config, placement))
+
+
+def check_server(config: Config) -> Check:
+    """Check that the Python that the run starts vLLM or SGLang with has it."""
+    if not launches_servers(config):
+        return Check("Server", "none is started")
+    try:
+        return Check("Server", f"{config.engine.kind} {configured_server(config).version}")
+    except BadInput as error:
+        return Check("Server", f"{config.engine.kind}, cannot be started", str(error))
 
 
 def check_extras(installed: Mapping[str, bool]) -> Check:

@@ -129,7 +129,7 @@ def _host(url: str) -> str:
 
 
 def _parallelism_shown(config: Config) -> str:
-    sizes = dict(_parallelism(config.launch.args)) if _launches(config) else {}
+    sizes = dict(_parallelism(config.launch.args)) if launches_servers(config) else {}
     return "".join(f", {kind}-parallel {size}" for kind, size in sizes.items() if size > 1)
 
 
@@ -241,9 +241,7 @@ def assign_gpus(config: Config, gpus: Sequence[str], ranks: int | None = None) -
             f"rollout.gpus: {wanted} requested, but {_count(len(gpus))} visible; lower it or make more GPUs visible"
         )
     if config.run.device == "cuda" and not gpus:
-        raise BadInput(
-            f'run.device: "cuda" is set, but no GPU is visible; set "cpu" or add a GPU to {CUDA_VISIBLE_DEVICES}'
-        )
+        raise BadInput('run.device: "cuda" is set, but no GPU is visible; set "cpu", or use a machine with a GPU')
     if config.run.device == "cpu" or not gpus:
         on_cpu = [ON_CPU] * engines
         return Placement([ON_CPU] * ranks, on_cpu, list(gpus[:wanted]), _transport(config, shares=False))
@@ -252,7 +250,7 @@ def assign_gpus(config: Config, gpus: Sequence[str], ranks: int | None = None) -
     enough_for_all = len(gpus) - wanted >= ranks + size
     workers = list(gpus[len(gpus) - wanted :])
     learner, groups = _groups(config, gpus[: len(gpus) - wanted] if enough_for_all else gpus, size, ranks)
-    if not _launches(config) or not groups:
+    if not launches_servers(config) or not groups:
         assigned = [GpuAssignment(groups[index % len(groups)] if groups else []) for index in range(engines)]
         transport = _transport(config, shares=False)
         return Placement([GpuAssignment([gpu]) for gpu in learner], assigned, workers, transport, groups)
@@ -290,7 +288,8 @@ def _too_few_for_a_server(size: int, visible: int) -> str:
     )
 
 
-def _launches(config: Config) -> bool:
+def launches_servers(config: Config) -> bool:
+    """Whether the run starts its engines as servers."""
     return config.engine.kind != "embedded" and not config.engine.urls
 
 
@@ -307,7 +306,7 @@ def _groups(config: Config, gpus: Sequence[str], size: int, ranks: int) -> tuple
         return learner, []
     if config.run.runtime == "inline":  # one process, whose device is the first GPU
         return learner, [learner]
-    if _launches(config) and CUDA_VISIBLE_DEVICES in config.launch.env:
+    if launches_servers(config) and CUDA_VISIBLE_DEVICES in config.launch.env:
         return _given_groups(config, gpus, size, ranks)
     if config.weights.transport == "ipc":  # works only within one GPU
         if size > 1:
@@ -346,7 +345,7 @@ def _given_groups(config: Config, gpus: Sequence[str], size: int, ranks: int) ->
 
 
 def _gpus_per_engine(config: Config) -> int:
-    if not _launches(config):
+    if not launches_servers(config):
         return 1
     sizes = dict(_parallelism(config.launch.args))
     if "--enable-dp-attention" in config.launch.args:  # SGLang: data parallelism inside the tensor-parallel GPUs

@@ -41,7 +41,7 @@ from rich.text import Text
 
 from outpace.errors import plural
 from outpace.monitoring.format import clock_text, number, percent, printable, si, sparkline
-from outpace.monitoring.summary import EvalResult, Summary
+from outpace.monitoring.summary import EvalResult, Summary, averaged_steps
 from outpace.types import EpisodeView, Failure
 
 NOTEBOOK_REFRESH_S = 0.5
@@ -313,7 +313,9 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts.add_column(style="dim")
     facts.add_column()
     facts.add_row(_score_name(summary.evals), Text(_before_after(summary), style="bold"))
-    facts.add_row("reward", f"{number(summary.reward_first)} → {number(summary.reward_last)}")
+    ends = plural(averaged_steps(summary.steps), "step")
+    rewards = f"{number(summary.reward_first)} → {number(summary.reward_last)}"
+    facts.add_row("reward", f"{rewards}, means of the first and last {ends}")
     facts.add_row("steps", _steps_and_times(summary, view))
     sampled, trained = si(summary.tokens_sampled), si(summary.tokens_trained)
     wasted = percent(summary.waste_fraction)
@@ -321,7 +323,7 @@ def final_report(summary: Summary, view: RunView, views: Sequence[EpisodeView] =
     facts.add_row("tokens", f"{sampled} sampled: {trained} trained, {filtered} in filtered groups, {wasted} wasted")
     facts.add_row("lag", f"max {summary.lag_max}")
     if summary.efficiency is not None:
-        facts.add_row("T*/T", f"{percent(summary.efficiency)} of the theoretical maximum speed")
+        facts.add_row("T*/T", f"{percent(summary.efficiency)} of the speed that these cores or GPUs allow at best")
     for label, line in zip(("failures", *[""] * SHOWN_FAILURES), _failures(summary.failures), strict=False):
         facts.add_row(label, Text(line))
     if summary.reason:

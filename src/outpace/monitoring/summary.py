@@ -13,10 +13,15 @@ STOPPED = "stopped"
 """`Summary.reason` of a run that was stopped early and saved a checkpoint to resume from."""
 
 WINDOW = 10
-"""`reward_first` and `reward_last` are means over this many steps at either end (a quarter of the steps if fewer)."""
+"""Most steps at either end of a run that `reward_first` and `reward_last` are means of."""
 
 MAX_DISTINCT_FAILURES = 100
 """Number of distinct failures counted separately. Further reasons are counted together, per source."""
+
+
+def averaged_steps(steps: int) -> int:
+    """Return the number of steps at either end of a run that `reward_first` and `reward_last` are means of."""
+    return max(1, min(WINDOW, steps // 4))
 
 
 class EvalResult(msgspec.Struct, frozen=True):
@@ -110,7 +115,7 @@ class SummaryBuilder:
         extra: Mapping[str, float] | None = None,
     ) -> Summary:
         evals = [self._evals[version] for version in sorted(self._evals)]
-        window = max(1, min(WINDOW, self.steps // 4))
+        window = averaged_steps(self.steps)
         return Summary(
             steps=self.steps,
             wall_s=wall_s,

@@ -85,7 +85,7 @@ def check_rewards(
         if missing:
             have = ", ".join(sorted(columns or ())) or "none"
             needs = ", ".join(sorted(missing))
-            raise BadInput(f"{SETTING}: {name} requires the columns {needs}; the tasks have {have}")
+            raise BadInput(f"{SETTING}: {name} requires {needs}; columns of the tasks: {have}")
     return found
 
 

@@ -6,12 +6,10 @@ a model is downloaded or converted if necessary; the result is cached.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,11 +22,11 @@ from outpace.config.defaults import with_values
 from outpace.config.load import CONFIG_FILE, load_config, python_objects_of, read_resolved
 from outpace.config.producer import ProducerConfig
 from outpace.config.validation import resolve
-from outpace.engines.server.commands import base_environment, installed_server, server_kind, server_python
+from outpace.engines.server.commands import configured_server
 from outpace.errors import BadInput, one_line, plural
 from outpace.hardware.cores import check_dtype
 from outpace.hardware.memory import with_tokens_per_pass
-from outpace.hardware.placement import placement_of, uses_gpu
+from outpace.hardware.placement import launches_servers, placement_of, uses_gpu
 from outpace.models.loading import resolve_model, tokenizer_digest
 from outpace.models.lora import check_peft
 from outpace.monitoring.callbacks import Callback
@@ -340,15 +338,8 @@ def _check_engines(config: Config) -> None:
     placement_of(config)  # raises if the GPUs are too few or too small
     if config.weights.dir is not None:
         _check_writable(Path(config.weights.dir))
-    if config.engine.kind != "embedded" and not config.engine.urls:
-        _check_installed(config)
-
-
-def _check_installed(config: Config) -> None:
-    """Check the server installation. Runs in its own thread because the caller, such as a notebook, may have a loop."""
-    check = installed_server(server_python(config), server_kind(config), {**base_environment(), **config.launch.env})
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(asyncio.run, check).result()
+    if launches_servers(config):
+        configured_server(config)
 
 
 def _check_writable(folder: Path) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from outpace.errors import ComponentFailed
+from outpace.errors import ComponentFailed, plural
 from outpace.simulator.metrics import SimulationResult
 from outpace.simulator.run import SimulatedRun
 from outpace.simulator.settings import SimulationSettings
@@ -97,7 +97,11 @@ def with_best_split(
     def step_s(engines: int) -> float:
         training = settings.cluster.devices - engines * settings.cluster.per_engine
         if training not in tried:
-            result = _run(probe.changed("cluster", training=training), f"{kind}, {training} training devices", report)
+            result = _run(
+                probe.changed("cluster", training=training),
+                f"searching: {kind}, {plural(training, 'training device')}",
+                report,
+            )
             tried[training] = result.step_s
         return tried[training]
 

@@ -18,6 +18,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +72,13 @@ def check_version(kind: str, version: str, where: str) -> None:
     if found and found < OLDEST_VERSIONS[kind]:
         oldest = ".".join(map(str, OLDEST_VERSIONS[kind]))
         raise BadInput(f"{where}: {kind} {version} is too old; outpace needs {oldest} or later")
+
+
+def configured_server(config: Config) -> InstalledServer:
+    """The server of `launch.python`. Raises `BadInput` if there is none or it is too old. Blocks."""
+    found = installed_server(server_python(config), server_kind(config), {**base_environment(), **config.launch.env})
+    with ThreadPoolExecutor(1) as executor:  # a thread of its own: the caller, such as a notebook, may have a loop
+        return executor.submit(asyncio.run, found).result()
 
 
 async def installed_server(python: str, kind: str, env: Mapping[str, str]) -> InstalledServer:

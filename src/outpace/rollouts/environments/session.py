@@ -160,7 +160,7 @@ def _check_columns(origin: EnvironmentSource, task: Task) -> None:
     if missing := required - {*task.columns, "prompt"}:
         have = ", ".join(sorted(task.columns)) or "none"
         needs = ", ".join(sorted(missing))
-        raise BadInput(f"{origin.setting}: reset requires the columns {needs}; the tasks have {have}")
+        raise BadInput(f"{origin.setting}: reset requires {needs}; columns of the tasks: {have}")
 
 
 def _check(origin: EnvironmentSource) -> None:
