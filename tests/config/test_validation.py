@@ -66,24 +66,24 @@ def test_the_starter_model_gets_its_own_defaults() -> None:
     assert config.rewards.functions == ["countdown"]
     assert config.run.steps == 100
     assert config.run.dir == "runs/20300102-030405"
-    assert (config.engine.slots, config.pacing.max_running) == (256, 512)
+    assert (config.engine.slots, config.pacing.max_running) == (512, 1024)
     assert config.eval.temperature == 1.0
 
 
 @pytest.mark.parametrize(
     ("values", "slots"),
     [
-        ({"pacing.groups_per_step": 32}, 128),
+        ({"pacing.groups_per_step": 32}, 256),
         ({"pacing.groups_per_step": 2}, 64),
-        ({"pacing.groups_per_step": 512}, 256),
-        ({"engine.count": 2}, 128),
+        ({"pacing.groups_per_step": 512}, 512),
+        ({"engine.count": 2}, 256),
         ({"engine.slots": 7}, 7),
         ({"model.path": "some/model"}, 64),
         ({"engine.kind": "vllm"}, 64),
         ({"run.deterministic": True}, 64),
     ],
 )
-def test_small_models_decode_half_a_batch_at_once(values: dict[str, Any], slots: int) -> None:
+def test_small_models_decode_a_batch_at_once(values: dict[str, Any], slots: int) -> None:
     assert resolve(make_config(values)).engine.slots == slots
 
 

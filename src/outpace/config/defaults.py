@@ -47,7 +47,7 @@ ADAPTER_LR = {STARTER: 3e-3, STARTER_AGENT: 3e-3}
 OTHER_ADAPTER_LR = 1e-5
 """Ten times the learning rate of full training, which works best for LoRA at any rank."""
 
-MAX_DEFAULT_SLOTS = 256
+MAX_DEFAULT_SLOTS = 512
 
 DETERMINISTIC_CONTEXTS = {STARTER: 256, STARTER_AGENT: 512}
 """Context limits in deterministic mode, where the engine attends over its whole context at every step. The built-in
@@ -84,14 +84,12 @@ def unset_defaults(config: Config, own_tasks: bool, now: datetime | None = None)
 
 
 def _default_slots(config: Config, engines: int) -> int:
-    """Return the default slots per engine: more for the built-in models, up to half a batch over all engines.
-
-    A decode step of a small model costs little more with more sequences. But if all attempts of a batch are in flight
-    at once, they also finish at about the same time, and the learner has to wait for the first of them."""
+    """Return the default slots per engine: more for the built-in models, up to a whole batch over all engines. A decode
+    step of a small model costs little more with more sequences."""
     if config.model.path not in MODEL_DEFAULTS or config.engine.kind != "embedded" or config.run.deterministic:
         return DEFAULT_SLOTS
-    half_a_batch = config.pacing.groups_per_step * config.rollout.group_size // 2
-    return max(DEFAULT_SLOTS, min(half_a_batch // engines, MAX_DEFAULT_SLOTS))
+    batch = config.pacing.groups_per_step * config.rollout.group_size
+    return max(DEFAULT_SLOTS, min(batch // engines, MAX_DEFAULT_SLOTS))
 
 
 def default_directory(now: datetime | None = None) -> str:

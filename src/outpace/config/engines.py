@@ -30,8 +30,8 @@ class EngineConfig(Section):
     urls: Annotated[list[str], OfServers] = []
     """URLs of running servers, such as `http://host:8000`. If empty, outpace starts the servers: see `launch`."""
     slots: int | None = Field(default=None, ge=1)
-    """Maximum sequences that one engine decodes concurrently. Default: 64; for the built-in models half of a batch's
-    attempts, between 64 and 256."""
+    """Maximum sequences that one engine decodes concurrently. Default: 64; for the built-in models as many as a
+    batch has attempts, between 64 and 512."""
     kv: Literal["keep", "recompute"] = "keep"
     """KV cache of running sequences after a weight update: keep it, or recompute it with the new weights."""
     context: int | None = Field(default=None, ge=2)
