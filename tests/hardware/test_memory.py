@@ -404,8 +404,11 @@ def test_the_memory_estimate_of_the_learner_is_close_to_the_measured_peak(model:
 # --------------------------------------------------------------------------------------------- learner.tokens_per_pass
 
 
+BESIDE_AN_ENGINE = {"model.dtype": "bfloat16", "engine.slots": 256}
+
+
 def chosen_tokens(settings: dict[str, Any], memory: float, shape: ModelShape = SMOLLM2) -> int:
-    config = resolved({"model.dtype": "bfloat16", **settings})
+    config = resolved({**BESIDE_AN_ENGINE, **settings})
     placement = assign_gpus(config, ["0"])
     return fitting_tokens_per_pass(config, placement, shape, AvailableMemory({"0": int(memory)}, int(memory)))
 
@@ -417,7 +420,7 @@ def test_passes_are_as_large_as_memory_allows_up_to_a_limit() -> None:
 
 def test_a_pass_of_the_chosen_size_fits_beside_an_idle_engine() -> None:
     for gb in (8, 12, 16):
-        config = resolved({"model.dtype": "bfloat16", "learner.tokens_per_pass": chosen_tokens({}, gb * GB)})
+        config = resolved({**BESIDE_AN_ENGINE, "learner.tokens_per_pass": chosen_tokens({}, gb * GB)})
         longest = replace(SMOLLM2, context=1024)
         needed = learner_memory(config, longest, on_gpu=True).most + engine_memory(config, longest).fixed
         assert needed <= gb * GB

@@ -3,15 +3,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from learner.small import make_llama
 from outpace.engines.embedded import load_decoder
 from outpace.engines.embedded.decoder import Decoder
+from outpace.engines.embedded.load_decoder import DecoderPath, build_decoder
 
 
 def decoder(deterministic: bool = False) -> Any:
-    cleared: list[int] = []
-    return SimpleNamespace(deterministic=deterministic, slots=3, clear=cleared.append, cleared=cleared)
+    return SimpleNamespace(deterministic=deterministic, slots=3)
 
 
 def costs(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[int]:
@@ -36,11 +39,15 @@ def test_thread_tuning_uses_helpful_threads_up_to_the_limit(monkeypatch: pytest.
     assert measured == [1, 2, 4, 6]
 
 
-def test_thread_tuning_leaves_the_decoder_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs(monkeypatch, t1=1.0, t2=0.5)
-    used = decoder()
-    load_decoder.tune_threads(used, 2)
-    assert used.cleared == [0, 1, 2]
+@pytest.mark.parametrize("path", ["fast", "general"])
+def test_thread_tuning_does_not_change_what_follows(path: DecoderPath) -> None:
+    tuned, fresh = (build_decoder(make_llama(0), 3, None, deterministic=False, path=path) for _ in range(2))
+    load_decoder.tune_threads(tuned, 2)
+    torch.set_num_threads(1)
+    prompt, token, position = np.array([3, 1, 2], dtype=np.int32), np.array([5, 4]), np.array([3, 0])
+    for decoder in (tuned, fresh):
+        decoder.prefill([0], [prompt])
+    assert torch.equal(tuned.step(token, position), fresh.step(token, position))
 
 
 def test_thread_tuning_is_skipped_in_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,7 +317,7 @@ class EmbeddedEngine:
         return True
 
     def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
-        if sharing.most is None and self._main.running == 0:  # measuring clears the decoder
+        if sharing.most is None and self._main.running == 0:  # measuring uses the slots
             sharing.measure_most(lambda: tune_threads(self._main.decoder, self._threads))
         return sharing.comparing(max(1, sum(batch.running for batch in self._weight_sets.all)))
 
