@@ -160,7 +160,7 @@ def check_cpu(architecture: str, bfloat16: bool) -> Check:
 
 
 def check_gpu(visible: Sequence[str]) -> Check:
-    """`visible`: what CUDA_VISIBLE_DEVICES names is believed, to plan for GPUs of another machine."""
+    """`visible`: the GPUs in CUDA_VISIBLE_DEVICES, which may belong to another machine that a run is planned for."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that torch needs is missing

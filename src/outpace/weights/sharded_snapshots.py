@@ -3,7 +3,7 @@
     first rank   void label, path ──▶ all       copy ── all have copied ──▶ label ─▶ seal: checksums, delta
     others                       path ─▶ open   copy ──┘
 
-The first rank owns the files. The others open them when they first write into them.
+The first rank creates and removes the files. The others open the one that it names.
 
     ShardedSnapshotWriter   ranks on one machine map the file, in shared memory
     SharedFolderWriter      ranks on several machines write to a file in a folder that all machines share
