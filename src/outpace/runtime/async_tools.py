@@ -86,11 +86,13 @@ def run_in_thread(work: Callable[[], Any]) -> asyncio.Future[ThreadResult]:
             outcome.set_result((returned, error))
 
     def job() -> None:
+        nonlocal work
         returned, error = None, None
         try:
             returned = context.run(work)
         except BaseException as raised:  # thread boundary: re-raised by the caller
             error = raised
+        del work  # the caller may go on before this frame ends, and expects what `work` refers to to be freed
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(complete, returned, error)
 
