@@ -141,9 +141,9 @@ def train(arguments: argparse.Namespace, settings: list[str]) -> int:
     if arguments.dry_run:
         resolved = resolve(config)
         if is_controller:
-            print(dump_toml(resolved), end="")
             placement = planned_placement(resolved, visible_gpus(resolved))
             lines = [*placement.lines(resolved), missing_machines(resolved, placement)]
+            print(dump_toml(resolved), end="")
             print("\n" + "\n".join(f"# {line}" for line in lines if line))
         return 0
     if process is not None:

@@ -573,6 +573,19 @@ async def test_a_reward_that_fails_in_a_grader_process_keeps_its_traceback_and_c
     assert not psutil.pid_exists(grader)
 
 
+@pytest.mark.parametrize("isolated", [True, False])
+async def test_a_reward_that_returns_too_few_values_fails_its_group_without_a_traceback_of_outpace(
+    isolated: bool, make_engine: Any, make_worker: MakeWorker
+) -> None:
+    rewards = [("one", lambda completions: [1.0])]
+    pool = GraderPool(isolated_sources(rewards)) if isolated else None
+    worker = make_worker(make_engine(by_episode), rewards=rewards, pool=pool)
+    report = await worker.run(order())
+    await worker.close()
+    assert (report.outcome, report.failures[0].source) == ("failed", "reward one")
+    assert report.traceback == ""
+
+
 async def test_released_segments_are_passed_to_the_journal(
     make_engine: Any, make_worker: MakeWorker, memory_journal: RecordingJournal
 ) -> None:

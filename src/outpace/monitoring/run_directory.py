@@ -219,7 +219,7 @@ class RunLog:
             log.abandon()
             remedy = "choose another directory, or replace it with run.overwrite = true"
             if (path / RESOLVED_FILE).exists():
-                remedy = f"continue its run with {resume_command(path)}, {remedy}"
+                remedy = f"continue its run with {resume_command(path)} or, from Python, train(resume=True), {remedy}"
             raise BadInput(f"run.dir: {path} is not empty; {remedy}")
         return log
 

@@ -348,7 +348,7 @@ class RolloutWorker:
             )
         except RewardFailed as error:
             self._log_once(task, error)
-            trace = "".join(traceback.format_exception(error.__cause__ or error))
+            trace = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
             source = f"reward {error.function}" if error.function else "rewards"
             failure = Failure(source, error.reason)
             return [
