@@ -24,8 +24,8 @@ nothing happened. Other metrics are present only if there was something to measu
 
 Rewards cover the groups recorded with the step: those it trained on, and those filtered since the last step. Losses,
 lags and off-policy figures cover the batch that the step trained on. The evaluation after the last step appears only in
-`evals.jsonl` and `summary.json`, because no step follows it. How to read the off-policy figures:
-[algorithms](algorithms.md#metrics).
+`evals.jsonl` and `summary.json`, because no step follows it. For how to read the off-policy
+figures, see [algorithms](algorithms.md#metrics).
 
 | rule | value of a step |
 |---|---|
@@ -36,7 +36,7 @@ lags and off-policy figures cover the batch that the step trained on. The evalua
 | ratio | sum of the numerators divided by the sum of the denominators |
 | last | the newest value |
 
-A rule holds over everything that a step covers: attempts, groups, workers and chunks, before and after a resume. `<…>`
+A rule applies to everything that a step covers: attempts, groups, workers and chunks, before and after a resume. `<…>`
 in a name stands for any text.
 """
 
@@ -61,7 +61,7 @@ def brief(completions, log_metric, log_extra, **columns):
 
 `outpace.metric(name, rule="mean", *, meaning="", unit="")` declares a metric. Call it when your module is imported. A
 name may contain a placeholder: `outpace.metric("env/<room>/score", rule="max")`. A metric that is not declared is
-averaged, and a line on the console says so. The names above are refused, except `episode/<name>`.
+averaged, and a line on the console says so. You cannot declare the names above, except `episode/<name>`.
 
 | in | report with |
 |---|---|
@@ -71,9 +71,9 @@ averaged, and a line on the console says so. The names above are refused, except
 | a callback | `self.log_metric(name, value)` |
 
 All take a third argument, the weight of the value. For the rule `ratio` the value is the numerator and the weight the
-denominator. Values of rollouts, environments and rewards count in the step that records their group, also if their
-attempt failed; those of evaluations are not recorded. Values of a callback are in the line of the next step; a resumed
-run does not repeat them. A value that is not finite is dropped and counted in `faults/nan_metrics`.
+denominator. Values of rollouts, environments and rewards count in the step that records their group, even if their
+attempt failed; values from evaluations are not recorded. Values from a callback go into the line of the next step; a
+resumed run does not repeat them. outpace drops non-finite values and counts them in `faults/nan_metrics`.
 
 `log_extra(column, values)` of a reward function adds a column with one value per completion to the files in `rollouts/`
 (`extra`) and to the tables of trackers.
