@@ -48,8 +48,8 @@ class Engine(Protocol):
     async def generate(
         self, request_id: str, token_ids: Ints, sampling: Sampling, min_version: Version, pinned: Version | None
     ) -> Generation:
-        """Sample an answer, in one attempt. With stop reason `interrupted` or `lost` the rest is missing: send the
-        request again with the tokens so far. `EngineFleet` does this, so its callers never see these two."""
+        """Sample a completion in one attempt. Stop reason `interrupted` or `lost` means partial output: send the
+        request again with the tokens so far. `EngineFleet` does this, so its callers never see these two reasons."""
         ...
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -156,8 +156,8 @@ class Producer(Protocol):
     """Runs the user's data producer."""
 
     async def produce(self, number: int, step: Version) -> dict[str, Aggregate]:
-        """Ask for round `number`, counted from 0 over all starts of the run, and journal it. Returns its metrics when
-        it is on disk. A round that is on disk is not asked for again. `step` is the learner's version."""
+        """Request round `number`, counted from 0 over all starts of the run, and journal it. Returns its metrics once
+        it is on disk. A round that is already on disk is not requested again. `step` is the learner's version."""
         ...
 
     async def fleet(self, members: list[FleetMember]) -> None:
@@ -225,8 +225,8 @@ class ModelClient(Protocol):
         """Sample the policy's completion of a whole message history. `overrides` may set `max_tokens` and
         `stop_strings`, and in evaluation also the parameters of the sampling distribution.
 
-        With `must_call` the completion starts with a call of one of these functions: with its name if there is one,
-        otherwise with what their calls have in common. These tokens are not sampled and not trained.
+        `must_call` forces the completion to start with a call of one of these functions: up to the name if there is
+        only one, otherwise with the common beginning of all calls. Forced tokens are neither sampled nor trained.
         `chat_template_kwargs` are extra variables for the chat template."""
         ...
 
@@ -258,7 +258,7 @@ class ModelClient(Protocol):
         """Return everything sampled in this episode, each token once: one trajectory per history branch and role.
 
         With `parts` (`outpace.rollouts.transcript.EpisodePart`), only their answers are trained, each part with its own
-        role and reward, whatever role the requests were made in."""
+        role and reward, regardless of the role of the requests."""
         ...
 
 

@@ -63,7 +63,7 @@ class Trainer:
     environment: a class with `reset`, typed methods as tools and optionally `get_reward`; or a dict of such classes,
         selected by a column of the task.
     tools: typed functions with docstrings that the model may call.
-    producer: a `DataProducer`, or a class of one, that supplies fresh tasks or finished rollouts each round; instead of
+    producer: a `DataProducer` object or class that supplies fresh tasks or finished rollouts each round. Replaces
         `tasks`.
     """
 
@@ -172,7 +172,7 @@ class Trainer:
     def push_to_hub(self, name: str, best: bool = False, adapter: bool = False, **options: Any) -> str:
         """Export as `export` does, upload to the repository `name` of the Hugging Face hub, and return its URL.
 
-        `options`: `token`, `private`, and those of `HfApi.upload_folder`, such as `commit_message`."""
+        `options`: `token`, `private`, and options of `HfApi.upload_folder` such as `commit_message`."""
         with temporary_directory("upload") as directory:
             return upload(self.export(directory / "model", best, adapter), name, **options)
 
@@ -180,7 +180,7 @@ class Trainer:
     def _run_directory(self) -> Path | None:
         earlier = (
             None if self.config.run.overwrite else self.config.run.dir
-        )  # an earlier run to be replaced is not ours
+        )  # a run that will be overwritten is not used
         directory = self._directory or earlier
         return None if directory is None else Path(directory)
 
@@ -200,7 +200,7 @@ class Trainer:
         return prepared
 
     def _plan_with_objects(self, config: Config, resume: bool, log: RunLog) -> RunPlan:
-        """Save the model object next to that of an earlier run, and replace the earlier one once the plan is valid."""
+        """Save the model object beside the one of an earlier run, which it replaces once the plan is valid."""
         assert self._model is not None
         model, new = (log.dir / MODEL_FOLDER).absolute(), (log.dir / f"{MODEL_FOLDER}.new").absolute()
         if resume:
@@ -227,7 +227,7 @@ def _as_config(config: Config | Mapping[str, Any] | str | Path | None) -> Config
 
 
 def _config_type_error(config: Any) -> str:
-    """Return the error message. For TRL or transformers arguments it names the replacements of those that were set."""
+    """Return the error message. For TRL or transformers arguments, name replacements for those set by the user."""
     accepted = "a Config, a dict or a TOML file; TRL's configs go to outpace.compat.trl"
     reason = f"config: {type(config).__name__} is not accepted; pass {accepted}"
     if not dataclasses.is_dataclass(config):

@@ -143,8 +143,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, frozen=True):
     """One exact token sequence. `mask` marks the sampled, trainable tokens; all others have version OBSERVED.
 
-    Advantages compare trajectories of the same role. `reward` overrides the episode's reward unless it is None. The
-    trajectory then counts as an attempt of its own, or as one attempt with those of the same role and `attempt` number.
+    Advantages compare trajectories of the same role. A `reward` other than None overrides the episode's
+    reward. The trajectory then is a separate attempt, or one attempt with all of the same role and `attempt` number.
     A turn is a contiguous run of sampled tokens; `turn_rewards` has one value per turn or is empty."""
 
     tokens: Ints
@@ -185,8 +185,8 @@ class Episode(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A trajectory to train on. In the journal, `advantages` are those within the group, before any batch-level
-    normalization, or empty if they need a critic; a learner backend gets the final ones.
+    """A trajectory to train on. In the journal, `advantages` are computed within the group, before any batch-level
+    normalization, or empty if they need a critic. A learner backend gets the final advantages.
 
     Estimators that need the whole batch use the remaining fields: `episode` is an index into the record's rewards;
     role, reward, turn rewards and attempt are the trajectory's."""
@@ -233,7 +233,7 @@ class GroupOrder(msgspec.Struct, frozen=True):
     position: int = 0
     recorded: bool = False  # completions journaled by an earlier attempt at this visit may be reused
     draw: int | None = None  # seeds the sampling noise; None: use the group number
-    version: Version | None = None  # no token of supplied episodes is newer; None: not limited
+    version: Version | None = None  # newest version allowed in supplied episodes; None: no limit
     first_attempt: int = 0  # number of the first episode among the attempts at this task
 
 
@@ -281,7 +281,7 @@ class GroupReport(msgspec.Struct, frozen=True):
     newest: Version = 0
     truncated: int = 0  # episodes that reached the token limit
     seconds: float = 0.0
-    measured: dict[str, Aggregate] = {}  # metrics by name, except those that other fields give
+    measured: dict[str, Aggregate] = {}  # metrics by name, except those in other fields
     views: list[EpisodeView] = []  # held-out group with `show`: every episode; group not trained on: one, clipped
     cancelled: bool = False  # cancelled by the controller, not failed by a rollout or a reward
     traceback: str = ""  # of user code that failed, for display
@@ -297,7 +297,7 @@ class FinishedGroup(msgspec.Struct, frozen=True):
 
 
 class AttemptRecord(msgspec.Struct, frozen=True):
-    """One attempt as written to `rollouts/`, without the group's rows that are trained on."""
+    """One attempt as written to `rollouts/`, without its trained rows: these are in the group's record."""
 
     stop: str
     reward: float | None = None  # the full return; None: the attempt failed
@@ -378,7 +378,7 @@ class LoraAdapter(msgspec.Struct, frozen=True):
 class DeviceMemory(msgspec.Struct, frozen=True):
     """A snapshot in accelerator memory that another process on the same machine can map.
 
-    `handle` is the driver's IPC handle as bytes. Tensor offsets are relative to its start."""
+    `handle` is the driver's IPC handle as bytes. Tensor offsets are relative to the start of this memory."""
 
     device: str  # the accelerator's id, the same in every process
     handle: bytes
@@ -387,8 +387,8 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """Describes one published snapshot. `incarnation` distinguishes the weights of this start of the run from those of
-    any other start.
+    """Describes one published snapshot. `incarnation` distinguishes the weights of this start of the run from the
+    weights of any other start.
 
     The tensors are in the file at `path` or in `device` memory, optionally with a `delta`."""
 

@@ -10,7 +10,7 @@ BACKEND = "outpace"
 
 
 def register() -> None:
-    """Register both. vLLM calls this in each of its processes, possibly more than once."""
+    """Register the engine and patch the core. vLLM calls this in each of its processes, possibly more than once."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     from outpace_vllm.core_update import run_updates_in_the_engine_core

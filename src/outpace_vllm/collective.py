@@ -75,7 +75,7 @@ class Fetch:
         self._thread.start()
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        """The received weights. The sender knows that they arrived before this is called."""
+        """The received weights. Called only after the sender knows that they have arrived."""
         self._thread.join(self._meeting["timeout_s"])
         if self._error is not None:
             raise self._error

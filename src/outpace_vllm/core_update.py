@@ -9,12 +9,12 @@ times, and nothing is sampled from the first call to the last. Here one call, `/
     copy     load the weights in every worker
     resume   label the tokens from now on, with `recompute` drop all KV, continue
 
-However long the call takes to arrive, and its reply to come back, sampling continues meanwhile.
+Sampling continues while the call and its reply are in transit.
 
 Invariants
 - The engine core stops for no longer than these three phases, and the reply says how long each took.
 - After a failure it stays paused: nothing is sampled from weights that may be incomplete. `/resume` ends that.
-- No token has a label of other weights: no step is in flight when the weights and the label change.
+- No token is labeled with weights that did not sample it: no step is in flight when weights and label change.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def run_updates_in_the_engine_core() -> None:
 def run_update(
     core: Any, update: dict[str, Any], hold: bool = True, label: str = "", recompute: bool = False
 ) -> Future[Any]:
-    """Run an update and return its phases in seconds, as the only element of a list. Without `hold` sampling is not
-    stopped: for updates that load nothing yet."""
+    """Run an update and return its phases in seconds, as the only element of a list. Without `hold` sampling continues:
+    for updates that load nothing yet."""
     done: Future[Any] = Future()
     began = time.perf_counter()
 

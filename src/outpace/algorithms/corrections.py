@@ -6,9 +6,9 @@ A weight multiplies the loss of a token. A mask rejects tokens or whole sequence
 Denominators still count all tokens, so rejecting some does not amplify the others. Bounds are inclusive (except the
 limit of m2po) and compared as logarithms in float64, so rounding does not decide what is rejected.
 
-Each mask is one function; its keyword-only arguments are settings of `[correction]`, and so are those of
-`correction_weights`. Bounds of masks always keep on-policy tokens, whose ratio is 1. Statistics are sums or
-maxima over tokens, and therefore independent of how a batch is split.
+Each mask is one function. Its keyword-only arguments and those of `correction_weights` are settings of `[correction]`.
+Bounds of masks always keep on-policy tokens, whose ratio is 1. Statistics are sums or maxima over tokens, and therefore
+independent of how a batch is split.
 
 Legend: _N one entry per trained token, _S one per sequence.
 """
@@ -55,7 +55,7 @@ M2poLimit = Annotated[
 """Types of the settings of weights and masks, with limits and help text."""
 
 MAX_LOG_RATIO = 1e6
-"""Log-ratios are clamped to this, far beyond every bound, so that sums of infinite ones stay finite."""
+"""Log-ratios are clamped to this, far beyond every bound, so that sums over infinite log-ratios stay finite."""
 
 
 def correction_weights(
@@ -127,8 +127,8 @@ def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: OpsmDelta = 0.1) -> T
 def m2po(log_rho_N: NDArray[np.floating[Any]], *, m2po_limit: M2poLimit = 0.04) -> NDArray[np.bool_]:
     """Reject the largest squared log-ratios in the batch until the mean of the rest is below the limit.
 
-    Equal values are kept or rejected together, so token order does not matter. At least one token is kept: if even the
-    smallest value exceeds the limit, all tokens equal to it."""
+    Equal values are kept or rejected together, so token order does not matter. If even the smallest value is not below
+    the limit, the tokens with that value are kept."""
     squared_N = np.square(np.clip(np.asarray(log_rho_N, dtype=np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if squared_N.size == 0:
         return np.ones(0, dtype=np.bool_)

@@ -20,16 +20,15 @@ KL(current || reference), estimated at the sampled tokens:
 
 All three have the same expectation if the current policy sampled; they differ as losses:
 
-- k1: its gradient is that of log pi, with expectation zero: noise without pull. Use k1 in the reward, where it is
-  unbiased.
+- k1: its gradient is grad log pi, with expectation zero: pure noise. Use k1 in the reward, where it is unbiased.
 - k2: its gradient has the expectation of the KL gradient.
 - k3: never negative, low variance; its gradient is that of KL(reference || current).
 - unbiased: k3 weighted by current / sampler, with gradient through both. Value and gradient are those of
   KL(current || reference) for any sampler, stale ones included.
 
 Clamping: d at 20 on both sides, k3 at 10 (d below about -2.6 or above 11). Inside the bounds value and gradient are
-exact; outside the value is constant. A token beyond the k3 bound has no KL gradient: it grows like exp(-d), so a single
-token could dominate the step. The gradient of `unbiased` is w d, which does not, so it is kept.
+exact; outside the value is constant. A token beyond the k3 bound has no KL gradient: the gradient grows like exp(-d),
+so a single token could dominate the step. The gradient of `unbiased`, w d, does not grow like this and is kept.
 
 Legend: _N one entry per trained token, _S one per sequence.
 """
@@ -307,7 +306,7 @@ def aggregation_weights(aggregation: Aggregation, tokens: Tokens) -> Tensor:
 
 
 def loss_denominator(aggregation: Aggregation, tokens: int, sequences: int, max_completion_tokens: int) -> float:
-    """Return what the loss of a step is divided by.
+    """Return the denominator of a step's loss.
 
     `tokens` and `sequences` count the whole step; `max_completion_tokens` is the limit per sequence. Never below 1, so
     a step without tokens has loss 0."""
@@ -334,7 +333,7 @@ def kl_penalty(estimator: KlEstimator, logp_N: Tensor, reference_logp_N: Tensor,
 
 
 def _weighted(k3_N: Tensor, distance_N: Tensor, weight_N: Tensor, logp_N: Tensor) -> Tensor:
-    """Return w k3 with its gradient w d set explicitly. Inside the k3 bound it is exact; beyond, it still pulls towards
-    the reference, whereas autograd through w alone would push away from it."""
+    """Return w k3 with its gradient w d set explicitly. It is exact inside the k3 bound. Beyond, it still points
+    towards the reference, whereas autograd through w alone would point away from it."""
     gradient_N = (weight_N * distance_N).detach()
     return (weight_N * k3_N).detach() + gradient_N * (logp_N - logp_N.detach())

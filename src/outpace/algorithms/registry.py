@@ -107,7 +107,7 @@ class ConfiguredFunction(Generic[T]):
 
 
 class FunctionRegistry(Registry):
-    """Functions with settings. The name of a function is its own; `kind` is the type of its registration."""
+    """Registry of functions with settings, by function name or alias. `kind` is the type of their registrations."""
 
     def __init__(
         self, kind: type[Registration], word: str, setting: str, decorator: str, group: str, signature: str

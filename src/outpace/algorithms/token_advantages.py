@@ -3,11 +3,11 @@
     rewards, turn rewards, penalties ─▶ attempts ─▶ comparisons ─▶ estimator ─▶ one advantage per trained token
 
 Attempts
-- An attempt is one episode's rows of one role; a row with its own reward is an attempt of its own, unless it shares an
+- An attempt is the rows of one episode and role. A row with its own reward is a separate attempt, unless it shares an
   attempt number with other rows of its role. The rows of an attempt follow each other in time, share its advantage,
   and count once.
-- An episode without trained rows still counts by its reward, in every role that uses the episode's reward.
-- Rewards arrive at the end: a turn's at its last token, the attempt's at its very last token.
+- An episode without trained rows still counts with its reward, in every role that uses the episode's reward.
+- A reward is placed at the end: a turn's reward at the turn's last token, the attempt's at its very last token.
 - Only attempts of the same role are compared: the baseline of a judge consists of judges.
 
 `advantage.credit`
@@ -43,7 +43,7 @@ TURN_REWARDS = "turn_rewards"
 @dataclass(frozen=True)
 class Attempt:
     """One episode's rows of one role. `rows` are indices in time order, `masks` their masks. `rewards_T` is the reward
-    at each token, except for `reward`, which arrives at the end."""
+    at each token, without `reward`, which is added at the last token."""
 
     episode: int
     role: str

@@ -1,4 +1,4 @@
-"""Atomic checkpoint directories, durable writes, and which checkpoint is the best.
+"""Atomic checkpoint directories, durable writes, and selection of the best checkpoint.
 
     begin ─▶ .unfinished-step-000100 ─▶ fsync files, manifest.json, directories ─▶ rename ─▶ step-000100
 
@@ -10,13 +10,13 @@ Invariants
   names, which the next `clean` removes.
 - A checkpoint being replaced by another one of the same step is named `.replaced-step-…` until the new one has its
   name, so a complete one can be found at any moment.
-- `newest_complete` checks every byte, and falls back to the newest checkpoint that passes.
+- `newest_complete` checks every byte and returns the newest checkpoint that passes.
 - A complete checkpoint is removed only while a newer complete one remains. It is renamed before its first file is
   deleted.
 - One process writes. Readers change nothing and may read while a run is writing.
 
 The best checkpoint is the one with the highest held-out reward. Only evaluated versions with a checkpoint are compared;
-of equals, the newest wins.
+ties go to the newest.
 
 Everything here except `begin` blocks on the disk: call it off the event loop.
 """
@@ -168,8 +168,8 @@ def prune(root: str | Path, keep: int, best: int | None = None) -> list[Path]:
 def remove_newer(root: str | Path, step: int) -> None:
     """Prepare to resume from `step`: clean up, and remove newer checkpoints.
 
-    Newer ones are damaged, or the run would resume from them. If kept, `prune` would count them as newest and delete
-    good ones."""
+    Newer ones are damaged; otherwise the run would resume from them. If kept, `prune` would count them as newest and
+    delete good ones."""
     clean(root)
     for path in _newest_first(Path(root)):
         if step_of(path) > step:

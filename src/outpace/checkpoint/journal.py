@@ -137,7 +137,7 @@ def copy_entries(
 ) -> list[JournalLocation]:
     """Copy entries byte for byte into new files of about `limit` bytes, and return their new places.
 
-    Each file gets its name once it is on the disk. The originals stay, so a kill leaves some entries in two files."""
+    Each file gets its name once it is on the disk. The originals stay, so a kill may leave entries in two files."""
     result: list[JournalLocation] = []
     pending: list[memoryview] = []
     size = 0
@@ -340,7 +340,7 @@ COMPACTED = "kept"
 
 
 def survey_journal(directory: Path, wanted: Callable[[FinishedGroup], bool] = lambda _: True) -> list[FinishedGroup]:
-    """Return the wanted groups of the journal with their places, sorted by them. Torn or damaged entries are skipped
+    """Return the wanted groups of the journal with their places, sorted by place. Torn or damaged entries are skipped
     with a warning.
 
     A group stored several times (its worker died before reporting, or a compaction was killed) is returned once: the
@@ -376,7 +376,7 @@ def _all_groups(directory: Path) -> Iterator[FinishedGroup]:
 
 
 def place_of(found: FinishedGroup) -> JournalLocation:
-    """Return where the journal has a group."""
+    """Return the place of a group in the journal."""
     assert found.report.place is not None
     return found.report.place
 

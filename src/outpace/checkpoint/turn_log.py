@@ -3,8 +3,8 @@
     record, close_group ─▶ queue ─▶ writer thread ─▶ a file under the worker's name
     find ◀───────────────────────── writer thread ◀─ files of all workers, of this and earlier starts of the run
 
-The head of an entry identifies the request, its body is the answer. A closed group is an entry too: it invalidates what
-the same writer recorded for the group before. The file format is that of the journal.
+The head of an entry identifies the request, its body is the answer. Closing a group appends an entry too, which
+invalidates the group's earlier entries by the same writer. The file format is that of the journal.
 
 Invariants
 - A head identifies the request that the answer was sampled for: the episode, the request number, and a digest of prompt
@@ -12,7 +12,7 @@ Invariants
 - An answer is skipped if the head at its place has changed since it was indexed.
 - Recording never waits for the disk. A disk error loses recorded answers and logs a warning; the run continues.
 - A process that is killed loses the answers of the last `GATHER_S`.
-- The files of a worker hold at most as many bytes of closed groups as of open ones, plus `SPARE_BYTES`.
+- The bytes of closed groups in a worker's files never exceed those of open groups by more than `SPARE_BYTES`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def prune_turns(directory: Path, newest: Version, positions: Collection[int] | N
     """Delete the answers that used a version after `newest`, and those outside `positions` if given.
 
     Weights newer than the resumed version no longer exist, so their answers cannot be used. Call before workers start.
-    A kill at any point leaves at worst some answers twice. Blocks on the disk."""
+    A kill at any point leaves some answers twice at worst. Blocks on the disk."""
     index = TurnIndex(directory)
     index.refresh()
     wanted = [position for position in index.positions() if positions is None or position in positions]
@@ -233,7 +233,7 @@ Recorded = list[tuple[RecordedAnswer, Generation]]
 
 
 class _Job(NamedTuple):
-    """What the writer thread runs. `records`: the position of the group whose answer it records. `closes`: that of the
+    """What the writer thread runs. `records`: position of the group whose answer it records. `closes`: position of the
     group that it closes."""
 
     run: Callable[[], None]
@@ -242,7 +242,7 @@ class _Job(NamedTuple):
 
 
 def _without_closed(jobs: Sequence[_Job | None]) -> list[_Job | None]:
-    """Leave out the answers of groups that are closed after them."""
+    """Drop the answers of groups that are closed later in the queue."""
     kept: list[_Job | None] = []
     closed: set[int] = set()
     for job in reversed(jobs):
@@ -252,7 +252,7 @@ def _without_closed(jobs: Sequence[_Job | None]) -> list[_Job | None]:
         elif job is not None and job.closes is not None:
             closed.add(job.closes)
         else:
-            closed.clear()  # reads what was recorded before
+            closed.clear()  # this job may read what was recorded before
         kept.append(job)
     return kept[::-1]
 

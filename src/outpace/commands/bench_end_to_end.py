@@ -1,15 +1,15 @@
 """`outpace bench end-to-end`: outpace and TRL's GRPOTrainer on the same work, and the limit of the machine.
 
 Both systems train the same model on the same prompts, with the same reward, lengths, dtype and optimizer, one optimizer
-step per batch. Each training runs in its own processes. Trainings of the two systems alternate. TRL gets the fastest of
-`--trl-batches`, found in short runs. After each training of outpace, the limit (`outpace.commands.end_to_end.limit`) is
-measured with the model that it has trained, on the tasks that follow: answers of a trained model have other lengths,
-and more of them are equal, which the learner computes once.
+step per batch. Each training runs in its own processes. Trainings of the two systems alternate. TRL uses the fastest
+of `--trl-batches`, determined in short runs. After each training of outpace, the limit
+(`outpace.commands.end_to_end.limit`) is measured with the trained model on the tasks that follow: its answers have
+other lengths than before training, and more of them are equal, which the learner computes once.
 
     work ─▶ short TRL runs: the batch size ─▶ repeats: outpace, its limit, TRL ─▶ accuracy of saved weights ─▶ report
 
 With `--target` both systems save weights every `--save-every` steps, and the same engine evaluates these after all
-trainings. The seconds to the target are those of training alone, without startup and without evaluation.
+trainings. The seconds to the target count training alone, without startup and evaluation.
 
 With `--recorded` the command exits with 1 if the ratio to TRL or to the limit is below half of the recorded one.
 """
@@ -70,7 +70,7 @@ ALIASES = {
     "dtype": "model.dtype",
     "engine": "engine.kind",
 }
-"""Settings that have an option of their own, because they are settings of TRL too."""
+"""Settings with a separate option, because they apply to TRL too."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -99,7 +99,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def compare_with(recorded: dict[str, Any], found: dict[str, Any]) -> int:
-    """Print both ratios beside the recorded ones. Returns 1 if one is below half of it. None: it was not recorded."""
+    """Print both ratios beside the recorded ones. Returns 1 if a ratio is below half of its recorded value, if any."""
     pairs = {label: (found["ratios"][name], recorded["ratios"][name]) for name, label in RECORDED.items()}
     print("; ".join(f"{label} {own:.2f} (recorded: {other or 'no'})" for label, (own, other) in pairs.items()))
     return int(any(own < MIN_OF_RECORDED * other for own, other in pairs.values() if other is not None))
@@ -174,7 +174,7 @@ class Benchmark:
         self._console.print(f"TRL: {found.samples_per_s:,.1f} samples/s, {found.step_s:.2f} s per step")
 
     def _measure_limit(self, work: Work, run: Path) -> None:
-        """Measure the limit with the model that this run has trained."""
+        """Measure the limit with the model that this run trained."""
         known = self._comparison.limits[:1]
         threads = {name: getattr(known[0], name).threads for name in COMPONENTS} if known else None
         with self._fresh("limit") as directory:
@@ -189,7 +189,7 @@ class Benchmark:
         return TrlSystem(work, self._options.trl_python, self._options.trl_vllm, batch, save_every)
 
     def _find_batch(self) -> int:
-        """Return the fastest of TRL's batch sizes. One that fails, such as for memory, is not used."""
+        """Return the fastest of TRL's batch sizes. Sizes that fail, for example for lack of memory, are skipped."""
         sizes, tried = _batch_sizes(self._options.trl_batches, self._work.samples), self._comparison.trl_batches
         if len(sizes) == 1:
             return sizes[0]

@@ -182,7 +182,7 @@ def check_placement(config: Config, gpus: Sequence[str]) -> Check:
 
 
 def check_server(config: Config) -> Check:
-    """Check that the Python that the run starts vLLM or SGLang with has it."""
+    """Check that vLLM or SGLang is installed for the Python that the run starts it with."""
     if not launches_servers(config):
         return Check("Server", "none is started")
     try:

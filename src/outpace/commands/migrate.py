@@ -3,8 +3,8 @@
     config.toml (every setting, old names) ─▶ resolved.toml (every setting, new names, the format of the directory)
                                            └▶ config.toml (what differs from the defaults)
 
-In `metrics.jsonl`, metrics get their new names. Checkpoints, journal and the other logs keep their formats, so the run
-resumes exactly where it would have. A migration that is interrupted can be repeated: the old config is kept in
+In `metrics.jsonl`, metrics get their new names. Checkpoints, journal and the other logs keep their formats, so a resume
+continues exactly as it would have before. A migration that is interrupted can be repeated: the old config is kept in
 `config_0_1.toml`, every file is replaced atomically, and a directory without `resolved.toml` counts as one of 0.1.
 """
 
@@ -44,11 +44,11 @@ PRESET = "algorithm.preset"
 
 
 def migrate(run: Path) -> str:
-    """Convert a run directory, and return a line that says what was done."""
+    """Convert a run directory, and return a one-line report."""
     if not (run / CONFIG_FILE).is_file():
         raise BadInput(f"{run}: not a run directory (no {CONFIG_FILE})")
     if (run / RESOLVED_FILE).exists():
-        read_resolved(run)  # raises if the format is that of a newer version
+        read_resolved(run)  # raises if a newer version wrote the directory
         return f"{run}: nothing to do, the directory has the current format"
     try:
         return _migrate_locked(run)
@@ -93,7 +93,7 @@ def _rename_metrics(file: Path) -> None:
 def renamed_settings(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of outpace 0.1 by dotted key, with the names and values of this version.
 
-    Defaults of settings that only apply if another one is on are left out: 0.1 wrote them in either case."""
+    Drops defaults of settings that apply only if another setting is on, because 0.1 wrote them in either case."""
     old: dict[str, Any] = {}
     for section, keys in sections.items():
         old |= {f"{section}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {section: keys}
@@ -116,10 +116,9 @@ def _is_default_of_closed_key(key: str, values: Mapping[str, Any]) -> bool:
 
 
 def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any]:
-    """Return the settings without those that would have the same value if left out. `objects` names the Python objects
-    that the run was started with."""
+    """Drop the settings that would have the same value if left out. `objects` names the run's Python objects."""
     complete, kept = _resolved(values, objects), dict(values)
-    # A preset gives other keys their values, so those are tried first.
+    # Presets and functions give other keys their values, so they are dropped last.
     for key in sorted(values, key=lambda key: (key == PRESET, key.endswith(".name"))):
         fewer = {each: value for each, value in kept.items() if each != key}
         if _resolved(fewer, objects) == complete:
@@ -128,8 +127,8 @@ def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any
 
 
 def _resolved(settings: dict[str, Any], objects: str) -> Config | None:
-    """Return the resolved config, or None if it is not valid, for example because it names a function that only the
-    program which started the run has registered."""
+    """Return the resolved config, or None if it is not valid, for example because it names a function that only
+    the program that started the run registers."""
     own = bool(objects)
     try:
         return resolve(make_config(settings), own_tasks="tasks" in objects, own_rewards=own, own_rollout=own)

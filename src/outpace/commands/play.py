@@ -162,7 +162,7 @@ def _message_text(message: Message) -> str:
 
 @dataclass(frozen=True)
 class Game:
-    """Plays tasks one after another, the first of which may be chosen by index."""
+    """Plays tasks one after another. `first_index` chooses the first one; the others are random."""
 
     config: Config
     tasks: TaskSource

@@ -1,1 +1,1 @@
-"""Scripts of other libraries on outpace: the same names and arguments, as thin layers over `outpace.Trainer`."""
+"""Thin layers over `outpace.Trainer` with the names and arguments of other libraries, to run their scripts."""

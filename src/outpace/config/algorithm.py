@@ -281,7 +281,7 @@ def settings_model(*functions: Function) -> type[Section]:
 
 
 class _FunctionSettings(Section):
-    """Has no docstrings to search for. The search takes seconds in a process that has imported transformers."""
+    """Disables the search for field docstrings, which takes seconds in a process that has imported transformers."""
 
     model_config = ConfigDict(use_attribute_docstrings=False)
 
@@ -310,7 +310,7 @@ def _annotation(function: Function, argument: inspect.Parameter) -> Any:
 def open_settings(name: str, section: ChoiceSection, chosen: str, functions: tuple[Function, ...]) -> dict[str, Any]:
     """Validate the settings of the chosen functions in a section, and return them with their defaults.
 
-    `chosen` describes the choice in errors. What is None is left out, because TOML cannot hold it."""
+    `chosen` describes the choice in errors. None values are left out, because TOML cannot hold them."""
     model = settings_model(*functions)
     given = {key: value for key, value in (section.model_extra or {}).items() if key in model.model_fields}
     for key in given:
@@ -408,8 +408,8 @@ def _lookup(registry: FunctionRegistry, name: str) -> Any:
 
 
 def _user_function_problems(registration: Registration, section: str) -> Iterator[str]:
-    """Yield what is wrong with a user's function: its settings, or the arguments of its decorator, which does not check
-    types when it runs."""
+    """Yield the problems of a user's function: of its settings, or of its decorator's arguments, whose types the
+    decorator itself does not check."""
     model, reserved = settings_model(registration.function), SECTION_KEYS[section]
     try:
         for key, default in registration.parameters.items():

@@ -21,10 +21,10 @@ class Section(BaseModel):
 
 
 class OpenedBy:
-    """Marks a field that is read only if one of these fields of its section is on: set, and not false or its default;
-    or, if `values` are given, only if it has one of them.
+    """Marks a field that is read only if one of the `switches`, fields of its section, is on: set, and not false or its
+    default. With `values`, a switch is on if it has one of these values.
 
-    A config that sets the field although nothing reads it is rejected."""
+    A config that sets a field that nothing reads is rejected."""
 
     def __init__(self, *switches: str, values: tuple[str, ...] = ()) -> None:
         self.switches, self.values = switches, values
@@ -41,7 +41,7 @@ def _is_on(section: Section, key: str) -> bool:
 
 
 def closed_keys(section: Section) -> dict[str, OpenedBy]:
-    """Return the keys of a section that nothing reads because what opens them is off."""
+    """Return the keys of a section that nothing reads because all their switches are off."""
     marks = ((key, mark) for key, info in type(section).model_fields.items() for mark in info.metadata)
     return {key: mark for key, mark in marks if isinstance(mark, OpenedBy) and not mark.is_open(section)}
 
@@ -95,8 +95,8 @@ def parse_text(text: str, annotation: Any) -> Any:
 
 
 def _parse_list(text: str, item: Any) -> Any:
-    """Parse a JSON list, or comma-separated items. If `none` is an item, as in `correction.masks`, it alone is the
-    empty list."""
+    """Parse a JSON list, or comma-separated items. If `none` is a valid item, as in `correction.masks`, the
+    text `none` is the empty list."""
     if text.strip().lower() == "none" and _allows_literal(item, "none"):
         return []
     if text.lstrip().startswith("["):

@@ -135,8 +135,7 @@ def by_section(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def evaluation_config(config: Config) -> Config:
-    """Return the config that held-out episodes sample with: the settings and the seed of `eval` instead of those of
-    training."""
+    """Return the config for sampling held-out episodes: settings and seed of `eval` replace those of training."""
     chosen, trained = config.eval, config.rollout
     return with_values(
         config,

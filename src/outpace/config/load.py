@@ -6,8 +6,8 @@ Internally, settings are one flat mapping from dotted keys (`pacing.max_lag`) to
 
 Invariants
 - An unknown key is an error with a suggestion, never ignored.
-- A config knows what the user set (`user_settings`). A run directory keeps that beside the resolved values, and an
-  override of a resumed run applies to it. Settings of the file that an override leaves unread are dropped
+- A config records which keys the user set (`user_settings`). A run directory stores them beside the resolved values,
+  and a resume applies its overrides to them. Settings of the file that an override leaves unread are dropped
   (`combine`).
 - Every error is a one-line `BadInput` that starts with the dotted key, or with the file if no single key is at fault.
 - Text given for a non-text setting is parsed as on the command line, wherever it comes from: YAML reads `1e-5` as text.
@@ -134,7 +134,7 @@ settings. They are loaded by name, because they are in a higher layer."""
 
 
 def file_settings(file: Path) -> FlatSettings:
-    """Return the settings of a config file, ours or that of another library."""
+    """Return the settings of a config file of outpace or of another library."""
     content = read_config_file(file)
     for key in content.keys() & OTHER_FORMATS.keys():
         content = load_function(OTHER_FORMATS[key], str(file))(content, file)
@@ -159,8 +159,8 @@ def _validated(flat: FlatSettings) -> Config:
 def combine(file: FlatSettings, overrides: FlatSettings) -> FlatSettings:
     """Return the settings of a file with overrides.
 
-    Settings of the file that something read and nothing reads anymore, because an override turns a feature off or makes
-    another choice, are dropped. A line on standard error names them. Settings in the overrides are never dropped."""
+    Drops settings of the file that nothing reads anymore because an override turns a feature off or makes another
+    choice, and names them in a line on standard error. Settings in the overrides are never dropped."""
     dropped = _replaced(file, overrides)
     dropped |= _closed({key: value for key, value in file.items() if key not in dropped}, overrides)
     if names := [key for key in file if key in dropped and key not in overrides]:
@@ -169,7 +169,7 @@ def combine(file: FlatSettings, overrides: FlatSettings) -> FlatSettings:
 
 
 def _replaced(file: FlatSettings, overrides: FlatSettings) -> set[str]:
-    """Return the keys that belong to a choice of the file which the overrides change.
+    """Return the keys of the file that belong to a choice changed by the overrides.
 
     Another policy loss, estimator or engine kind may have keys of the same names, with another meaning. Running servers
     replace servers to launch, and vice versa."""
@@ -199,7 +199,7 @@ def _choice(key: str, settings: FlatSettings) -> Any:
 
 
 def _closed(file: FlatSettings, overrides: FlatSettings) -> set[str]:
-    """Return the keys that are read with the settings of the file, and unread with the overrides."""
+    """Return the keys that are read with the file alone but not with the overrides."""
     if not file or not overrides:
         return set()
     try:

@@ -2,8 +2,8 @@
 
     {"rllm.rollout.n": 8, …} ─▶ translate ─▶ settings of outpace, and what only the layer needs
 
-Every name is translated, accepted because it has no effect here, or refused. All refusals are in one error. What rLLM
-sets by default, `DEFAULTS`, applies here too, except for the model, the learning rate and token limits.
+Every name is translated, accepted because it has no effect here, or refused. One error lists all refusals. rLLM's
+defaults (`DEFAULTS`) apply here too, except for the model, the learning rate and token limits.
 """
 
 from __future__ import annotations

@@ -1,40 +1,37 @@
 """Batch formation: which finished groups make up the open batch, and which past groups are replayed in it.
 
 Batcher invariants (v = open batch, B = batch size, k = places already taken in the open batch)
-- For every d >= v, the outstanding groups outside the batch with deadline <= d, running ones included, number at most
-  (d - v) * B + (B - k), so they fit into the batches up to d. A finished group is taken only if this still holds
-  afterwards. Due groups therefore come first, waiting for a running one if necessary, and no early group crowds out a
-  due one.
-- With replay.mode = "fill", the place of a filtered group may be kept for a replayed one. Until it is trained or given
-  up, it counts as outstanding, with the deadline of the filtered group, and is taken into a batch like a finished
-  group. So nothing above changes, and a batch has B places, of which replayed groups take at most `fillable`, always
-  fewer than B.
+- For every d >= v, at most (d - v) * B + (B - k) outstanding groups outside the batch, including running ones, have a
+  deadline <= d, so they fit into the batches up to d. A finished group is taken only if this still holds afterwards.
+  Groups that are due therefore come first, even if the batch must wait for a running one, and a group with a later
+  deadline never takes their place.
+- With replay.mode = "fill", a replayed group may take the place of a filtered one. Until the place is used or given up,
+  it counts as an outstanding group with the filtered group's deadline, and enters a batch like a finished group. So the
+  invariant above still holds. Replayed groups take at most `fillable` of a batch's B places, always fewer than B.
 - Finished groups are taken by earliest deadline, ties by admission. When nothing is running, the first in this order
   can always be taken, so the batch only ever waits for a running group.
 - With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size, so completion order
   has no effect. In this mode, and only in this mode, deadlines must not decrease in admission order.
+- With `in_order`, a place is filled or given up when its turn comes, because `fillable` belongs to the batch that takes
+  it. Until then engines must not load weights: otherwise the min_version of the task that replaces a given-up place
+  would depend on the learner's speed. Without `in_order`, a place that the open batch cannot fill is given up at once.
 
-- With `in_order`, whether a place is filled or given up is decided when its turn comes, because `fillable` belongs to
-  the batch that takes it. Until then engines must not load weights, so that the task that replaces a given-up place has
-  the same min_version however fast the learner is. Without `in_order`, a place that the open batch could not fill is
-  given up at once.
-
-Otherwise deadlines may decrease from one group to the next (the governor lowers the allowed lag). The first invariant
-still holds: a group with deadline D is admitted only while all outstanding groups, whatever their deadlines, number
-less than (D + 1 - v) * B. Including it, those outside the batch are at most (D + 1 - v) * B - k, which bounds the
-groups due by any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline it
+Without `in_order`, deadlines may decrease from one group to the next (the governor lowers the allowed lag). The first
+invariant still holds. A group with deadline D is admitted only while fewer than (D + 1 - v) * B groups are outstanding,
+whatever their deadlines. With the new group, at most (D + 1 - v) * B - k are outside the batch, which bounds the groups
+due by any d >= D; for d < D nothing changes. Taking a group raises k by one: for d at or past its deadline the group
 also leaves the count, and for earlier d the condition is checked explicitly.
 
 Replay invariants
 - Batch v replays at most floor(fraction * B) groups, each first trained in one of the batches v - max_age to v - 1, and
-  each at most `times` times in total. It replays fewer if the pool is smaller. Mode `add`: it has B groups besides;
-  mode `fill`: it has B groups with them, and replays no more than places of filtered groups were kept.
+  each at most `times` times in total. It replays fewer if the pool is smaller. In mode `add`, they are added to the
+  batch's B groups. In mode `fill`, they are among the B groups, at most one for each kept place of a filtered group.
 - Groups with the largest reward standard deviation go first, ties by newest. Groups with zero deviation carry no
   signal and never enter the pool. The choice depends only on what was trained.
 - A replayed group is not a prompt visit: the ledger does not change, and its lag may exceed max_lag by design.
 - Every trained group is retired exactly once, at the end of some batch. Until then its journal entry must be kept.
-- The pool is part of a checkpoint. After a resume it holds those of its groups that the journal still has: all of them
-  for the newest checkpoint, possibly fewer for an older one.
+- The pool is checkpointed. A resume restores the groups that the journal still has: all of them from the newest
+  checkpoint, possibly fewer from an older one.
 
 The pool holds numbers only. Tokens and sampling logprobs stay in the journal. Old-policy logprobs are recomputed from
 the current weights each time a group is trained and are never stored.
@@ -64,11 +61,11 @@ class Batcher:
         self.in_order = in_order
         self.version = version
         self.batch: list[int] = []
-        self.filled: list[int] = []  # filtered groups whose places in the batch replayed groups take
-        self._fillable = 0  # number of such places that the batch may have
+        self.filled: list[int] = []  # filtered groups whose places in the batch go to replayed groups
+        self._fillable = 0  # maximum of such places in the batch
         self._vacant: set[int] = set()  # filtered groups outside the batch whose places are kept; also in `_ready`
         self._sent = 0  # groups of the batch sent to the learner
-        self._deadlines: dict[int, Version] = {}  # of outstanding groups outside the batch, in admission order
+        self._deadlines: dict[int, Version] = {}  # group outside the batch -> deadline, in admission order
         self._due: Counter[Version] = Counter()  # number of those groups by deadline
         self._running: dict[int, None] = {}  # in admission order
         self._ready: list[tuple[Version, int]] = []  # heap of finished groups
@@ -79,12 +76,12 @@ class Batcher:
 
     @property
     def finished(self) -> int:
-        """Number of finished groups that are not yet trained, those of the open batch included."""
+        """Number of finished groups that are not yet trained, including those in the open batch."""
         return len(self._ready) - len(self._vacant) + len(self.batch)
 
     @property
     def outstanding(self) -> int:
-        """Number of groups that are running or finished, and of places kept for replayed groups."""
+        """Number of running and finished groups, plus places kept for replayed groups."""
         return self.running + len(self._ready) + len(self.batch) + len(self.filled)
 
     @property
@@ -99,7 +96,7 @@ class Batcher:
 
     @property
     def undecided(self) -> bool:
-        """Whether places of filtered groups wait for their turn."""
+        """Whether any kept place is yet to be filled or given up."""
         return bool(self._vacant)
 
     @property
@@ -139,7 +136,7 @@ class Batcher:
             self.discard(group)
 
     def allow_filled(self, count: int) -> None:
-        """Set how many places of the open batch replayed groups may take, and give up those kept beyond that."""
+        """Set how many places of the open batch replayed groups may take, and give up any others that are kept."""
         assert not self.batch, "the batch has just been opened"
         self._fillable = count
         if self.in_order:
@@ -201,13 +198,13 @@ class Batcher:
         return None
 
     def overdue(self) -> int | None:
-        """Return the oldest running group that alone keeps finished groups from completing the batch, if any."""
+        """Return the oldest running group, if any, that keeps enough finished groups from completing the batch."""
         if self.in_order or not self.missing or len(self._ready) < self.missing:
             return None
         due = self._crowded(self._ready[0][0])
         if due is None:
             return None
-        # Finished groups have later deadlines, so the group with this one is running.
+        # All finished groups have later deadlines, so a group with this one is running.
         return next(group for group in self._running if self._deadlines[group] == due)
 
     def waiting_for(self) -> str:
@@ -256,7 +253,7 @@ class LearnerCalls:
 
     @property
     def current(self) -> str | None:
-        """What the learner is doing, to be followed by the number of the batch; None if it is idle."""
+        """What the learner is doing, as text that precedes the batch number; None if it is idle."""
         steps = {"chunk": "training a chunk of batch", "step": "taking the optimizer step of batch"}
         return None if self._call is None else steps[self._call]
 
@@ -290,7 +287,7 @@ class ReplayEntry(msgspec.Struct):
 
 
 class ReplayPool:
-    """Chooses past groups to train again. Disabled without settings, or if the fraction rounds down to no group."""
+    """Chooses past groups to train again. Disabled without settings, or if the fraction rounds down to zero groups."""
 
     def __init__(
         self, settings: ReplayConfig | None, groups_per_step: int, pool: Mapping[int, ReplayEntry] | None = None
@@ -299,7 +296,7 @@ class ReplayPool:
         self._count = 0 if settings is None else settings.groups_of(groups_per_step)
         kept = pool if pool is not None and self._count > 0 else {}
         self._pool = {group: msgspec.structs.replace(pooled) for group, pooled in kept.items()}
-        self._spreads: dict[int, float] = {}  # of groups that are finished and not yet trained
+        self._spreads: dict[int, float] = {}  # finished, untrained group -> reward spread
         self.chosen: tuple[int, ...] | None = None
         """Groups that the open batch replays; None: not chosen yet."""
         self.fills = settings is not None and settings.mode == "fill" and self._count > 0
@@ -324,8 +321,8 @@ class ReplayPool:
         return self._count > 0
 
     def choose(self, filled: int = 0) -> tuple[int, ...]:
-        """Choose the groups that the open batch replays, highest reward standard deviation first. `filled`: number of
-        places of filtered groups."""
+        """Choose the groups that the open batch replays, highest reward standard deviation first. In mode `fill`,
+        choose `filled` of them."""
         ranked = sorted(self._pool, key=lambda group: (-self._pool[group].spread, -group))
         self.chosen = tuple(ranked[: filled if self.fills else self._count])
         return self.chosen

@@ -1,33 +1,33 @@
-"""Curriculum: which tasks to skip for a while, and which to visit once more, by what their attempts got.
+"""Curriculum: based on rewards, skip too easy or too hard tasks for a while, and repeat unsolved ones.
 
-Skips. A group whose mean reward is at least `easy_above` or at most `hard_below` puts its task to rest: the visits of
-the next `rest_epochs` epochs are skipped. Failed groups say nothing about their task.
+Skips. If a group's mean reward is at least `easy_above` or at most `hard_below`, its task rests: its visits in the next
+`rest_epochs` epochs are skipped. Failed groups have no effect.
 
 Invariants
 - A visit of epoch e is skipped only if a visit of one of the epochs e - rest_epochs to e - 1 was too easy or too hard.
   Results of its own or a later epoch never skip it. This holds for repeated visits too (requeued, or after a resume):
   they are skipped if a group of an earlier epoch has meanwhile turned out too easy or too hard.
-- At most `tasks` visits in a row are skipped. After that, a whole epoch produced nothing: all rests end and the next
+- At most `tasks` visits in a row are skipped. By then a whole epoch has produced nothing, so all rests end and the next
   visit runs.
-- Only resting tasks are remembered: a task is forgotten at the visit it returns with.
+- Only resting tasks are stored: the first visit after a rest removes its task.
 
-Rests are merged by their latest end, so the order in which they arrive does not matter.
+If a task has several rests, the latest end applies, so the order in which results arrive does not matter.
 
-Re-rolls. A visit none of whose attempts solved its task is repeated later, as a visit of its own (`tasks/order.py`).
+Re-rolls. If no attempt of a visit solves its task, the visit is repeated later under a new position (`tasks/order.py`).
 
 Invariants
 - The re-roll is planned when the visit is finalized. So in every checkpoint, either the visit is open or its re-roll is
   planned, open or finalized: none is lost and none happens twice.
 - A visit is repeated at most `max_times` times, and only if it was trained, filtered or failed.
 - A re-roll has a min_version at least `after_steps` above that of the visit it repeats, and at least `from_step`. At
-  most `max_groups` have the same.
-- At most `max_waiting` re-rolls wait at an admission; those with the earliest min_version are dropped first.
+  most `max_groups` share a min_version.
+- At most `max_waiting` re-rolls wait at an admission; beyond that, those with the lowest min_version are dropped.
 
 In deterministic mode, an admission with min_version s sees the results of the groups up to the last one of batch s - 1,
 and no others (`ResultsInOrder`). That batch is trained before any engine serves s, and batches are filled in admission
-order, so all those groups have closed and which they are depends on outcomes only. Completion order has no effect;
-results that arrive earlier wait. (The learner's own version would not do: within one min_version, a step may complete
-before or after an admission.)
+order, so all those groups have closed, and which groups they are depends on outcomes only. Completion order has no
+effect: results of later groups wait. (The learner's own version cannot be used instead: within one min_version, a step
+may complete before or after an admission.)
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 
 class ResultsInOrder(Generic[T]):
-    """Results of closed groups, until an admission may see them."""
+    """Holds the results of closed groups until an admission may see them."""
 
     def __init__(self, deterministic: bool) -> None:
         self._deterministic = deterministic
-        self._pending: list[tuple[int, T]] = []  # with the number of the group
+        self._pending: list[tuple[int, T]] = []  # (group, result)
         self._trained: deque[tuple[Version, int]] = deque()  # deterministic: (version, its last group)
 
     @property
@@ -63,12 +63,12 @@ class ResultsInOrder(Generic[T]):
         self._pending.append((group, result))
 
     def batch_trained(self, version: Version, last_group: int) -> None:
-        """Record that the batch that made `version` is trained; `last_group` was its last in admission order."""
+        """Record that a step produced `version`; `last_group` is the last group of its batch in admission order."""
         if self._deterministic:
             self._trained.append((version, last_group))
 
     def take(self, min_version: Version) -> list[T]:
-        """Return the results, not yet taken, that groups admitted with this `min_version` may see."""
+        """Remove and return the results that groups admitted with this `min_version` may see."""
         last_group = -1
         while self._trained and self._trained[0][0] <= min_version:
             _, last_group = self._trained.popleft()
@@ -83,12 +83,12 @@ class CurriculumState(msgspec.Struct, frozen=True):
 
     It is complete: in deterministic mode nothing is outstanding at a periodic checkpoint, so no result is waiting."""
 
-    resting: list[list[int]] = []  # [task, epoch], by task; lists, as JSON has them
+    resting: list[list[int]] = []  # [task, epoch], by task; lists because JSON has no tuples
     skipped: int = 0
 
 
 class Curriculum:
-    """Decides which visits to skip. Without settings it skips nothing and remembers nothing."""
+    """Decides which visits to skip. Without settings, it skips nothing and stores nothing."""
 
     def __init__(
         self, settings: DifficultyConfig | None, tasks: int, deterministic: bool, state: CurriculumState
@@ -97,7 +97,7 @@ class Curriculum:
         self._tasks = tasks
         self._deterministic = deterministic
         self._returns: dict[int, int] = {}  # task -> epoch of its return
-        self._skipped = 0  # visits in a row
+        self._skipped = 0  # visits skipped in a row
         self._results: ResultsInOrder[tuple[int, int]] = ResultsInOrder(deterministic)  # (task, epoch of return)
         if settings is not None:
             self._returns = {task_epoch[0]: task_epoch[1] for task_epoch in state.resting}
@@ -129,7 +129,7 @@ class Curriculum:
         return easy or hard
 
     def batch_trained(self, version: Version, last_group: int) -> None:
-        """Record that the batch that made `version` is trained; `last_group` was its last in admission order."""
+        """Record that a step produced `version`; `last_group` is the last group of its batch in admission order."""
         self._results.batch_trained(version, last_group)
 
     def catch_up(self, min_version: Version) -> None:
@@ -159,21 +159,21 @@ class Curriculum:
 
 
 class RerollState(msgspec.Struct, frozen=True):
-    """Checkpointed re-rolls that wait, and the number of those that were dropped."""
+    """Checkpointed re-rolls: those that wait, and how many were dropped."""
 
-    waiting: list[list[int]] = []  # [smallest min_version, position], in order; lists, as JSON has them
+    waiting: list[list[int]] = []  # [smallest min_version, position], in order; lists because JSON has no tuples
     dropped: int = 0
 
 
 class RerollQueue:
-    """Plans repeated visits and says which may start. Without settings it plans none."""
+    """Plans repeated visits and decides which may start. Without settings, it plans none."""
 
     def __init__(self, settings: RerollConfig | None, deterministic: bool, state: RerollState) -> None:
         self._settings = settings
         self._unsolved: dict[int, tuple[int, Version]] = {}  # position of an open visit -> its group and min_version
         self._results: ResultsInOrder[tuple[Version, int]] = ResultsInOrder(deterministic)
         self._waiting: list[tuple[Version, int]] = []  # (smallest min_version, position), in order
-        self._min_version: Version = 0  # of groups admitted now
+        self._min_version: Version = 0  # for groups admitted now
         self._issued = 0  # re-rolls with this min_version
         self.dropped = state.dropped
         if settings is not None:
@@ -195,7 +195,7 @@ class RerollQueue:
         return due if limit is None else min(due, limit - self._issued)
 
     def group_closed(self, order: GroupOrder, event: GroupClosed) -> None:
-        """Record the result of a visit that is still open. Attempts that came with the task would be the same again."""
+        """Record the result of an open visit. Ignore supplied attempts: a repeat would have the same ones."""
         if self._settings is None or event.supplied or reroll_number(order.position) >= self._settings.max_times:
             return
         if event.outcome == "failed" or (event.best is not None and event.best <= self._settings.solved_above):
@@ -225,7 +225,7 @@ class RerollQueue:
         self.dropped += excess
 
     def pop(self) -> int:
-        """Return the position of the next re-roll. There must be one that is due."""
+        """Remove the next re-roll and return its position. At least one must be due."""
         assert self.due
         self._issued += 1
         return self._waiting.pop(0)[1]

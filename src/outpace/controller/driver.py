@@ -1,4 +1,4 @@
-"""Driver: the controller's event loop over real components. One event queue in; actions run as supervised tasks.
+"""Driver: the controller's event loop over real components. Takes events from one queue, runs each action as a task.
 
                          ┌───────────────────────── events ─────────────────────────┐
                          ▼                                                           │
@@ -8,12 +8,12 @@
                                                             ─▶ engine.load ──────────┤ EngineLoaded
                                                             ─▶ evaluate ─────────────┤ EvaluationDone
                                                             ─▶ learner.save, commit ─┘
-    actions are carried out by `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions`
-    (weights, evaluations). Beside them: `ComponentSupervisor` restarts dead engines and workers (EngineLost,
-    EngineJoined), `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes
-    engines, `Watchdog` detects stalls, `TaskFeed` takes tasks from a stream or a producer.
+    `GroupTracker` (groups), `Training` (learner, records, checkpoints) and `PolicyVersions` (weights, evaluations)
+    carry out the actions. `ComponentSupervisor` restarts dead engines and workers (EngineLost, EngineJoined),
+    `EngineRegistry` keeps the workers' view of the fleet current, `FleetMembership` adds and removes engines,
+    `Watchdog` detects stalls, and `TaskFeed` takes tasks from a stream or a producer.
 
-The loop waits for the queue only. It is filled by the tasks above, the supervisor and signals. If nothing arrives for
+The loop waits only for the queue, which the tasks above, the supervisor and signals fill. If nothing arrives for
 `stall_s`, the run ends as stalled, and the error says what each component waits for.
 
 Invariants
@@ -78,7 +78,7 @@ class Driver:
         stream: TaskStream | None = None,
     ) -> None:
         """`recovered` is the work recovered from the journal, as given to the scheduler. `start_engine` starts further
-        engines; None: the fleet is fixed. `stream`, or the producer among the components, gives tasks during the
+        engines; None: the fleet is fixed. `stream`, or the producer in `components`, supplies tasks during the
         run."""
         self._scheduler = scheduler
         self._components = components
@@ -86,7 +86,7 @@ class Driver:
         self._queue: asyncio.Queue[ev.Event | BaseException] = asyncio.Queue()
         post = self._queue.put_nowait
         self._tasks: set[asyncio.Task[None]] = set()
-        self._awaited_tasks: set[asyncio.Task[None]] = set()  # tasks that the end of the run waits for
+        self._awaited_tasks: set[asyncio.Task[None]] = set()  # must complete before the run ends
         self._watchdog = Watchdog(config.run.stall_s)
         sockets = {name: components.sockets.get(name, "") for name in components.engines}
         self._registry = EngineRegistry(sockets, components.samplers)
@@ -202,7 +202,7 @@ class Driver:
         return item
 
     async def _watch(self) -> None:
-        """Tick the watchdog for as long as the run lasts."""
+        """Tick the watchdog until the run ends."""
         interval_s = min(WATCH_S, self._watchdog.patience_s / 20)
         awake = AwakeClock(asyncio.get_running_loop().time, interval_s)
         while True:
@@ -218,8 +218,8 @@ class Driver:
                 raise Stalled(f"{reason}; stack traces of all components are in {path}")
 
     async def _find_cause(self, error: BaseException) -> BaseException:
-        """Return the best available error for a lost component: its connections close first, the cause of its death
-        arrives a moment later."""
+        """Return the most specific error for a lost component: its connections close a moment before the cause of its
+        death is reported."""
         if not isinstance(error, ComponentLost):
             return error
         try:

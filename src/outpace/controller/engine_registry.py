@@ -2,15 +2,14 @@
 
     EngineLoaded, LoadFailed, EngineLost, EngineJoined, EngineLeft, pinned weights ─▶ EngineRegistry ─▶ Worker.fleet
 
-`EngineRegistry` sends every change to all workers, in order, without blocking the driver. A worker that was down gets
-the full list when it is back. A worker's view may be slightly stale: an engine itself rejects or delays requests that
-it must not serve.
+`EngineRegistry` sends every change to all workers, in order, without blocking the driver. A restarted worker gets the
+full list. A worker's view may be slightly stale, so engines reject or delay requests that they must not serve.
 
     add      requested ─▶ started or connected ─▶ EngineJoined: stale ─▶ first load ─▶ serves: joined
     remove   gets no new requests ─▶ finishes its requests, up to a timeout ─▶ stopped ─▶ EngineLeft
 
-`FleetMembership` carries out these orders. Removing an engine costs only the requests it could not finish in time,
-which continue on other engines.
+`FleetMembership` carries out these orders. Removing an engine interrupts only the requests that it cannot finish in
+time; they continue on other engines.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from outpace.types import FleetMember, Version
 
 
 class EngineRegistry:
-    """The engines of a run and what each serves, kept in sync with all workers."""
+    """Tracks a run's engines and the version each serves, and keeps all workers up to date."""
 
     def __init__(self, sockets: Mapping[str, str], workers: Mapping[str, Worker | Producer]) -> None:
         """`sockets` maps each engine to the socket on which workers call it."""
@@ -95,14 +94,14 @@ class EngineRegistry:
             self.notify_workers()
 
     def notify_workers(self) -> None:
-        """Have the fleet sent to all workers, after it changed or a component was restarted."""
+        """Schedule an update of all workers, after the fleet changed or a component was restarted."""
         for update in self._updates.values():
             update.set()
 
     # ------------------------------------------------------------------------------------------------------- workers
 
     async def keep_workers_updated(self) -> None:
-        """Send changes to the workers, each at its own pace, for as long as the run lasts."""
+        """Send changes to the workers, each at its own pace, until the run ends."""
         await asyncio.gather(*(self._keep_updated(name) for name in self._workers))
 
     async def _keep_updated(self, name: str) -> None:
@@ -132,10 +131,10 @@ class Components:
     engines: dict[str, Engine]
     workers: dict[str, Worker]
     runtime: Runtime
-    sockets: dict[str, str] = field(default_factory=dict)  # on which workers call each engine
-    urls: dict[str, str] = field(default_factory=dict)  # of the server behind an engine, if it was already running
+    sockets: dict[str, str] = field(default_factory=dict)  # by engine: where workers call it
+    urls: dict[str, str] = field(default_factory=dict)  # by engine: its server, if it was already running
     producer: Producer | None = None
-    learner_names: list[str] = field(default_factory=lambda: [LEARNER])  # of all its ranks
+    learner_names: list[str] = field(default_factory=lambda: [LEARNER])  # one per rank
 
     @property
     def names(self) -> list[str]:
@@ -157,7 +156,7 @@ DRAIN_POLL_S = 0.2
 JOIN_POLL_S = 0.2
 
 StartEngine = Callable[[str], Awaitable[tuple[str, str, Engine]]]
-"""Starts an engine for the server at this URL, or with a server of its own if ""; returns its name, socket and
+"""Starts an engine for the server at this URL, or with a new server if it is empty; returns its name, socket and
 proxy."""
 
 
@@ -187,7 +186,7 @@ class FleetMembership:
         self._joining: list[str] = []  # URLs
 
     async def watch(self) -> None:
-        """Carry out orders for as long as the run lasts."""
+        """Carry out orders until the run ends."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -215,7 +214,7 @@ class FleetMembership:
 
     def _record_outcome(self, outcome: fleet_orders.OrderOutcome) -> None:
         """Record the outcome for the sender of the order."""
-        self._outcomes.pop(outcome.order.id, None)  # the latest change is kept longest
+        self._outcomes.pop(outcome.order.id, None)  # re-inserted last, so that the oldest change is dropped first
         self._outcomes[outcome.order.id] = outcome
         for oldest in list(self._outcomes)[: -fleet_orders.KEPT_OUTCOMES]:
             del self._outcomes[oldest]

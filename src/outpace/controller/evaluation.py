@@ -2,8 +2,8 @@
 
     sets × tasks × attempts ─▶ one order per attempt, at most `eval.max_running` in flight ─▶ scores of each set
 
-An attempt that fails has no score. A task counts with the mean over its scored attempts, and pass@k counts the tasks
-with at least k of them. Standard errors are over tasks.
+Failed attempts have no score. A task's reward is the mean over its scored attempts; pass@k covers the tasks with at
+least k of them. Standard errors are over tasks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from outpace.types import EpisodeView, Failure, GroupOrder, GroupReport, Version
 PERCENTILES = (10, 50, 90)
 
 Reports = Mapping[str, Mapping[int, Sequence[GroupReport]]]
-"""Reports on the attempts at each task of each set."""
+"""The reports on all attempts, by set and task."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over tasks and its standard error, None for fewer than two tasks."""
+    """A mean over tasks and its standard error (None for fewer than two tasks)."""
 
     mean: float
     stderr: float | None
@@ -39,9 +39,9 @@ class Estimate:
 class SetScores:
     """The scores of one held-out set.
 
-    `reward` is the mean over the `count` tasks that were scored, None if there are none; `stderr` is its standard
-    error, None for fewer than two. `rewards` are the means of the single reward functions over all attempts, before
-    weighting. `percentiles` are those of the rewards of all attempts, `reward_percentiles` those of each function."""
+    `reward` is the mean over the `count` scored tasks, None if there are none; `stderr` is its standard error, None
+    for fewer than two. `rewards` has the mean of each reward function over all attempts, before weighting.
+    `percentiles` are over the rewards of all attempts, `reward_percentiles` over the values of each function."""
 
     reward: float | None
     count: int
@@ -76,14 +76,14 @@ class SetScores:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(SetScores):
-    """The result of one evaluation: the scores of the unnamed held-out set, or of the first named one if all sets are
-    named, and those of the named ones in `sets`."""
+    """The result of one evaluation. The inherited fields have the scores of the unnamed held-out set, or of the first
+    set if all are named; `sets` has those of each named set."""
 
     version: Version
     sets: dict[str, SetScores] = field(default_factory=dict)
     views: list[EpisodeView] = field(default_factory=list)
     reason: str = ""  # why an attempt failed, if any did
-    newest: Version = 0  # newest version that sampled; `version` if pinned
+    newest: Version = 0  # newest version that sampled a token; `version` if pinned
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -99,7 +99,7 @@ class Evaluation(SetScores):
 
 
 class Evaluator:
-    """Runs evaluations on the same tasks with the same sampling seeds, so results differ only by the policy."""
+    """Runs every evaluation on the same tasks with the same sampling seeds, so only the policy differs."""
 
     def __init__(self, counts: Mapping[str, int], settings: EvalConfig) -> None:
         """`counts`: the number of tasks of each set to evaluate; "" is the unnamed set."""
@@ -113,7 +113,7 @@ class Evaluator:
         pinned: bool = True,
         progress: Callable[[], None] = lambda: None,
     ) -> Evaluation:
-        """Evaluate `version`, on the engines' pinned weights or, if nothing is training, on whatever they serve.
+        """Evaluate `version` on the engines' pinned weights or, if not `pinned`, on the weights they serve.
 
         `make` runs an order on a worker. At most `eval.max_running` orders, of one attempt each, are in flight."""
         waiting = self._orders(version, version if pinned else None)
@@ -196,15 +196,15 @@ def score_set(tasks: Iterable[Sequence[GroupReport]], settings: EvalConfig) -> S
 
 
 def _pass_at(rewards: Sequence[Sequence[float]], settings: EvalConfig) -> dict[int, Estimate]:
-    """Return pass@k for each k that some task has enough scored attempts for."""
+    """Return pass@k for each requested k, unless no task has k scored attempts."""
     counts = [(len(task), sum(map(settings.is_solved, task))) for task in rewards]
     estimates = {k: _estimate([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in settings.k}
     return {k: estimate for k, estimate in estimates.items() if estimate is not None}
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k attempts solves the task, given how many
-    of at least k attempts did: the share of all choices of k attempts that contain one."""
+    """Return the unbiased estimate of the probability that at least one of k attempts solves the task: the fraction of
+    all k-subsets of the attempts that contain a solved one. Requires attempts >= k."""
     return 1 - math.comb(attempts - solved, k) / math.comb(attempts, k)
 
 

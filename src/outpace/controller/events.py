@@ -117,8 +117,8 @@ class TasksAdded:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """The callbacks of this step, of its checkpoint or of its weights in the engines have returned. Only in runs with
-    `confirm`."""
+    """The callbacks for this step, for its checkpoint, or for its weights reaching the engines have returned. Sent only
+    with `confirm`."""
 
     kind: Confirmable
     version: Version
@@ -193,7 +193,7 @@ class CloseBatch:
 
 @dataclass(frozen=True)
 class Retire:
-    """These trained groups will not be replayed again, so their journal segments may go. Only with replay enabled."""
+    """These trained groups will not be replayed again, so the journal may drop them. Only with replay enabled."""
 
     groups: tuple[int, ...]
 
@@ -231,7 +231,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Finalize:
-    """A prompt visit ended without being trained and goes on record. A `skipped` visit has no group."""
+    """A prompt visit ended without being trained and must be recorded. A `skipped` visit has no group."""
 
     task: int
     epoch: int
@@ -245,9 +245,9 @@ class WriteRecord:
     """Write the visits named by `Finalize` since the last record to the record of step `version`. `finalized` counts
     all finalized visits since the run began.
 
-    `trained`: they share the record with the groups that this step trained. Otherwise a checkpoint is about to be
-    made between two steps and they get a record of their own. The record is written before the checkpoint that
-    relies on it."""
+    `trained`: the record also has the groups that this step trained. Otherwise it has only these visits, because a
+    checkpoint between two steps is about to be made. The record is written before the checkpoint that relies on
+    it."""
 
     version: Version
     finalized: int
@@ -276,7 +276,7 @@ class EpochEnded:
 
 @dataclass(frozen=True)
 class PolicyUpdated:
-    """Every serving engine has this version or a newer one, for the first time."""
+    """For the first time, every serving engine has this version or a newer one."""
 
     version: Version
 

@@ -13,16 +13,16 @@ from outpace.monitoring.format import number, printable
 from outpace.types import GroupReport
 
 FIRST_FILTERED = 512
-"""Default `pacing.max_filtered` while no group was usable yet. If 2 % of the groups are usable, 512 in a row are
-filtered once in 30,000 runs."""
+"""Default `pacing.max_filtered` before the first usable group. If 2 % of the groups are usable, the first 512 are all
+filtered in one of 30,000 runs."""
 
 FILTERED = 1024
-"""Default `pacing.max_filtered` once a group was usable. The count restarts after every usable group, so the limit must
-be hit more rarely: once in 10^9."""
+"""Default `pacing.max_filtered` after the first usable group. The count restarts at every usable group, so false alarms
+must be rarer: one in 10^9."""
 
 
 class UserCodeFailed(ComponentFailed):
-    """User code failed in a way that must end the run. The steps trained so far are worth a checkpoint."""
+    """User code failed and the run must end, after a checkpoint of the steps trained so far."""
 
 
 class LimitReached(UserCodeFailed):
@@ -30,8 +30,8 @@ class LimitReached(UserCodeFailed):
 
 
 class FailureBudget:
-    """Ends the run after failed groups in a row (user code is broken) or filtered ones (the policy cannot learn from
-    these tasks)."""
+    """Ends the run after too many failed groups in a row (user code is broken) or filtered ones (the policy cannot
+    learn from these tasks)."""
 
     def __init__(self, settings: PacingConfig, resumed: bool) -> None:
         """`resumed`: a step was trained before, so a group was usable."""
@@ -39,8 +39,8 @@ class FailureBudget:
         self._usable = resumed
         self._failed = 0
         self._filtered = 0
-        self._causes: Counter[tuple[str, str]] = Counter()  # of the failed groups in a row
-        self._rewards: Counter[float] = Counter()  # of the filtered groups in a row
+        self._causes: Counter[tuple[str, str]] = Counter()  # causes of the failed groups in a row
+        self._rewards: Counter[float] = Counter()  # rewards of the filtered groups in a row
         self._example: GroupReport | None = None  # a filtered group with a rollout to show
         self._failures = 0  # over the whole run
         self._next_failure_notice = 1
@@ -167,7 +167,7 @@ class FirstGroupsCheck:
         )
 
     def _causes(self) -> str:
-        """List the two most frequent reasons. Reasons may differ in details only."""
+        """List the two most frequent reasons, because many may differ only in details."""
         causes = [
             f"{count} {outcome} ({printable(reason)})" for (outcome, reason), count in self._reasons.most_common(2)
         ]

@@ -1,14 +1,14 @@
-"""Groups from admission to their end: rollout by a worker, use by the learner, record, and journal retention.
+"""Group lifecycle, from admission on: rollout by a worker, training, recording, and journal retention.
 
     Admit ─▶ a worker runs the group ─▶ GroupClosed ─▶ kept until trained, cancelled, or retired from replay
     Finalize ─▶ held until the record of a step or a checkpoint includes it
 
-Journal retention (`JournalUsage`). A group is needed until it is closed and a committed checkpoint contains that fact:
-a resume from an older checkpoint trains it again. So each checkpoint makes two calls: `start_checkpoint` when its state
-is taken, `committed` when it is complete. A segment may be deleted when it holds no needed group and its writer has
-moved on to another segment. Reports may overtake each other: a report of an older segment may still be in flight when
-the first one of the next segment arrives. A writer therefore counts as moved on only once a checkpoint was both started
-and committed after that, because every worker is called for its RNG state in between.
+Journal retention (`JournalUsage`). A group is needed until it is closed and a committed checkpoint includes that: a
+resume from an older checkpoint trains it again. So each checkpoint makes two calls: `start_checkpoint` when its state
+is captured, `committed` when it is complete. A segment may be deleted when it holds no needed group and its writer has
+moved on to another segment. Reports may arrive out of order: a report of an older segment may still be in flight when
+the first one of the next segment arrives. A writer therefore counts as moved on only after another checkpoint was
+started and committed, because in between every worker is called for its RNG state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outpace.runtime.diagnostics import waiting
 from outpace.types import FinishedGroup, GroupOrder, GroupReport, Version
 
 CheckpointMark = int
-"""Identifies the moment at which the state of a checkpoint was taken."""
+"""Identifies the moment at which the state of a checkpoint was captured."""
 
 
 class JournalUsage:
@@ -42,7 +42,7 @@ class JournalUsage:
         self._open: Counter[str] = Counter()  # open groups by segment
         self._closed_at: dict[str, CheckpointMark] = {}  # newest mark when a group of the segment was last closed
         self._written: dict[str, str] = {}  # current segment of each writer
-        self._abandoned_at: dict[str, CheckpointMark] = {}  # newest mark when its writer was seen to have moved on
+        self._abandoned_at: dict[str, CheckpointMark] = {}  # newest mark when its writer moved on
         self._marks: CheckpointMark = 0
         self._newest_committed: CheckpointMark = 0
 
@@ -56,7 +56,7 @@ class JournalUsage:
             self._abandoned_at.setdefault(older, self._marks)
 
     def restored(self, report: GroupReport) -> None:
-        """Record a group found in the journal, in a segment that no worker writes to."""
+        """Record a group recovered from the journal. No worker writes to its segment."""
         self._abandoned_at.setdefault(self._add(report), self._marks)
 
     def closed(self, report: GroupReport) -> None:
@@ -133,7 +133,7 @@ class GroupTracker:
         self._pooled = {kept.order.group: kept for kept in recovered.pooled}  # trained, kept for replay until retired
         self._cancelled: set[int] = set()  # cancelled, report not received yet
         self._untrained: dict[int, GroupReport] = {}  # reports of untrained groups, until finalized
-        self._finalized: list[FinalizedVisit] = []  # not on record yet
+        self._finalized: list[FinalizedVisit] = []  # not recorded yet
         self.journal = JournalUsage()
         for kept in (*recovered.finished, *recovered.pooled):
             self.journal.restored(kept.report)

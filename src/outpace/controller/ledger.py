@@ -2,15 +2,15 @@
 
 A visit is a position in the task order (position // tasks is its epoch). Each visit goes
 planned -> running -> finished -> trained, or leaves early as filtered, failed, dropped or (task resting) skipped. It is
-finalized exactly once. A visit to be repeated (`requeue`, or a resumed run) is planned again, before any new one. A
-visit whose finished group was recovered by a resume starts as finished.
+finalized exactly once. A visit that must run again (`requeue`, or a resumed run) is planned ahead of all new ones. A
+visit whose finished group a resume has recovered starts as finished.
 
-A re-roll (`RerollQueue`) is a visit too, with a position of its own. When one is due it is issued before any new visit,
-and after the last new visit none is issued. It belongs to no epoch: re-rolls have one set of counts for the whole run,
-and an epoch ends without waiting for them.
+A re-roll (`RerollQueue`) is also a visit, with its own position. A due re-roll is issued before any new visit; after
+the last new visit none is issued. Re-rolls belong to no epoch: they share one set of counts for the whole run, and
+epochs end without waiting for them.
 
-Memory is bounded: new positions are issued in order, so a position below the cursor that is not open is finalized and
-only counts remain of it. Epochs that ended long ago share one set of counts.
+Memory is bounded: new positions are issued in order, so a position below the cursor that is not open is finalized, and
+only the counts of its epoch are kept. Epochs that ended long ago share one set of counts.
 
 `OutcomeRecords` decides which record in batches.jsonl a finalized visit belongs to. `ledger_report` (`outpace ledger`)
 shows the ledger of a run's newest complete checkpoint.
@@ -65,7 +65,7 @@ class EpochCounts(msgspec.Struct):
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """Checkpointed ledger. After a restore every open visit is planned again, first and in order."""
+    """Checkpointed ledger. A restore plans open visits again, in order and first, unless their groups are recovered."""
 
     cursor: int = 0
     queued: list[int] = []
@@ -115,7 +115,7 @@ class Ledger:
         self._earlier = msgspec.structs.replace(state.earlier)
         self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
         self.new_epochs = sorted({position // tasks for position in issued} - self._epochs.keys())
-        """Epochs that start with recovered visits."""
+        """Epochs that `state` does not have but recovered visits belong to."""
         self._epochs |= {epoch: EpochCounts(epoch) for epoch in self.new_epochs}
         self._rerolled = msgspec.structs.replace(state.rerolled)
         self._finalized = sum(tally.finalized for tally in self._tallies)
@@ -153,7 +153,7 @@ class Ledger:
 
     @property
     def oldest_open(self) -> int:
-        """The first visit that is not finalized; re-rolls do not count."""
+        """The first visit that is not finalized, excluding re-rolls."""
         return min((position for position in (*self._open, *self._queue) if position < REROLL), default=self.cursor)
 
     @property
@@ -249,13 +249,13 @@ class OutcomeRecords:
 
     Every finalized visit is recorded once, and the records up to a checkpoint contain exactly what its ledger has
     finalized. In deterministic mode a step records the visits admitted up to its last group. All of them have closed by
-    then, so completion order has no effect; later visits wait for their own step."""
+    then, so completion order has no effect; later visits wait for a later step."""
 
     def __init__(self, deterministic: bool, finalized: int) -> None:
         """`finalized` visits are already on record."""
         self._deterministic = deterministic
         self._recorded = finalized
-        self._waiting: list[tuple[float, Finalize]] = []  # deterministic: with their rank in admission order
+        self._waiting: list[tuple[float, Finalize]] = []  # deterministic: (rank in admission order, visit)
 
     @property
     def complete(self) -> bool:
@@ -272,7 +272,7 @@ class OutcomeRecords:
         return []
 
     def step(self, version: Version, last_group: int, finalized: int) -> list[Action]:
-        """Return the record of the step that made `version`; `finalized` is the total number of finalized visits."""
+        """Return the record of the step that produced `version`. `finalized`: finalized visits in total."""
         ready = [finalize for rank, finalize in self._waiting if rank <= last_group]
         del self._waiting[: len(ready)]
         self._recorded = finalized - len(self._waiting)
@@ -310,7 +310,7 @@ def ledger_report(run: Path) -> dict[str, Any]:
     snapshot = json.loads((checkpoint / STATE_FILE).read_text())["core"]
     state = msgspec.convert(snapshot, _StoredLedger, strict=False)
     if state.tasks == ENDLESS:
-        state.tasks = max(1, state.ledger.cursor)  # of a stream, those that were issued
+        state.tasks = max(1, state.ledger.cursor)  # a stream has no task count: use the visits issued so far
     epochs = counts_by_epoch(state.tasks, state.ledger)
     ends = _count_finalized(run / "batches.jsonl", state.version, Ledger(state.tasks, None, state.ledger).finalized)
     return {

@@ -2,10 +2,10 @@
 
     engine: a few short completions ──▶ learner: logprobs of the same tokens ──▶ `compare_logprobs` ──▶ a verdict
 
-The sampler's logprobs are half of every importance weight. An engine that reports them before temperature, from
-truncated distributions or from other weights ruins a run without any error, so every engine is checked before training.
+Every importance weight uses the sampler's logprobs. If an engine computes them before temperature, from a truncated
+distribution or with other weights, the run is ruined without an error, so every engine is checked before training.
 
-Each cause leaves its own pattern. They are tested in this order, the most specific first:
+Each cause has its own pattern. The check tests them in this order, the most specific first:
 
     answers     lengths that do not match, or numbers that are not logprobs
     vocabulary  token ids that the learner's model does not have
@@ -14,7 +14,7 @@ Each cause leaves its own pattern. They are tested in this order, the most speci
     cut         the engine's logprobs are higher on nearly all tokens: renormalized after top_p, top_k or min_p
     agrees      differences within the rounding of the run's dtype
     dtype       larger differences, but no larger than lower precision explains
-    weights     anything beyond
+    weights     even larger differences
 
 Each temperature is judged separately, so that a match at one cannot hide a mismatch at another.
 
@@ -64,14 +64,14 @@ amplifies it. Different dtypes: 0.01 and 0.03, which only a float32 learner can 
 HIGH_QUANTILE = 0.95
 
 SAME_SIGN = 0.8
-"""Ratio of the mean difference to the mean absolute difference. Rounding gives about 0, plus or minus 0.1 over a
-hundred tokens. Different weights reach this only together with differences too large for truncation."""
+"""For `cut`: minimum ratio of the mean difference to the mean absolute difference. Rounding gives 0 ± 0.1 over a
+hundred tokens. Different weights reach this ratio only with differences too large for truncation."""
 
 MAX_TRUNCATION = 1.0
 """Sampling from a third of the probability mass raises all logprobs by about this much; more has other causes."""
 
 RAW_FIT_RATIO = 0.25
-"""The softmax at temperature 1 must explain the logprobs this much better than the requested temperature."""
+"""For `raw`: maximum error of the softmax at temperature 1, relative to the error at the requested temperature."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _malformed(sample: ScoredCompletion) -> str:
 
 
 _MAX_LOGPROB = 1e-3
-"""A certain token has logprob 0, up to rounding."""
+"""A token with probability 1 has logprob 0, up to rounding."""
 
 
 def _classify(
@@ -173,8 +173,8 @@ def _within(absolute_N: Floats, mean: float, high: float) -> bool:
 
 
 def _is_raw(samples: Sequence[ScoredCompletion], noise: LogprobTolerance) -> bool:
-    """Return whether logprobs are reported before temperature. Temperatures 0 and 1 do not count: the two agree
-    there."""
+    """Return whether logprobs are reported before temperature. Ignores temperatures 0 and 1, where the two are the
+    same."""
     informative = [sample for sample in samples if sample.temperature not in (0.0, 1.0)]
     if not informative:
         return False
@@ -216,9 +216,9 @@ def remedy(verdict: Verdict, dtype: str, kind: str) -> str:
 
 
 PROBE_PROMPTS = 8
-PROBE_TOKENS = 16  # tokens
+PROBE_TOKENS = 16  # per completion
 MAX_PROMPT_TOKENS = 256
-"""Longer prompts keep their last tokens only: the comparison does not depend on where a sequence starts."""
+"""Longer prompts are cropped to their last tokens: the comparison does not depend on where a sequence starts."""
 
 OTHER_TEMPERATURE = 0.7
 """Sampled in addition to temperature 1, where logprobs before and after temperature are the same."""
@@ -261,8 +261,8 @@ async def compare_engine(
 
 
 def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int) -> list[ProbeRequest]:
-    """Build the requests, without stop tokens: text after the end of an answer is less certain and so more
-    informative."""
+    """Build the requests. They have no stop tokens: text after the end of an answer is less certain, so it tells
+    more."""
     temperatures = [temperature] if temperature != 1.0 else [temperature, OTHER_TEMPERATURE]
     return [
         (opening, Sampling(max_tokens=PROBE_TOKENS, seed=(seed + number) % 2**63, temperature=each))
@@ -272,8 +272,8 @@ def probe_requests(first_prompts: Sequence[Ints], temperature: float, seed: int)
 
 
 async def _generate(engine: Engine, number: int, request: ProbeRequest) -> Generation:
-    """Generate with whatever version the engine has: waiting for the learner's version could block. A generation that
-    the engine did not complete is repeated."""
+    """Generate with whatever version the engine has: waiting for the learner's version could block. Retry generations
+    that the engine did not complete."""
     prompt, sampling = request
     for failures in range(1, ATTEMPTS + 1):
         answer = await engine.generate(f"agreement-{number}", prompt, sampling, 0, None)
@@ -317,9 +317,9 @@ async def check_engine_logprobs(
     version: Version,
     say: Callable[[str], None],
 ) -> None:
-    """Raise `BadInput` if an engine's logprobs cannot be the learner's. Afterwards every engine has `version`.
+    """Raise `BadInput` if an engine's logprobs do not match the learner's. Afterwards every engine has `version`.
 
-    Lower precision is only reported, because the importance weights correct for it."""
+    Differences due to lower precision are only reported, because importance weights correct for them."""
     found = await compare_engines(engines, learner, worker, config, version)
     for name, result in found.items():
         if result.verdict == "dtype":

@@ -4,31 +4,31 @@ Admission invariants (B = groups per batch, v = learner version, e = oldest serv
 - A group admitted while the allowed lag is l gets min_version a = e and deadline a + l. None of its tokens is older
   than a, so training it in a batch v <= a + l keeps every token's lag within l. The allowed lag is 0 during warmup and
   the governor's otherwise, which is at most max_lag. When it decreases, later groups may be due before earlier ones.
-- At admission, outstanding groups never exceed (l + 1 - (v - e)) * B, those with later deadlines included. Hence every
+- At admission, outstanding groups never exceed (l + 1 - (v - e)) * B, including those with later deadlines. Hence every
   admitted group can still be trained in time, in whatever order deadlines come: for every d, the groups with a
   deadline <= d fit into the batches up to d. The batcher preserves this (proof there).
 - Nothing is admitted that the remaining steps or epochs do not need.
-- A decrease of the allowed lag cannot deadlock. If B or more groups are outstanding, they make the open batch. If
-  fewer are, admission lacks room only because e < v - l, which ends when the engines have loaded the newest published
-  version p: if l >= publish_every - 1, v - p is at most that; if l is smaller, every version is published, starting
-  with the step that lowered it.
+- A decrease of the allowed lag cannot deadlock. If B or more groups are outstanding, they fill the open batch. If fewer
+  are, only e < v - l can block admission, until the engines have loaded the newest published version p. That is enough:
+  if l >= publish_every - 1, then v - p <= publish_every - 1; if l is smaller, every version is published, starting with
+  the step that lowered l.
 
-In deterministic mode, depth does not limit admission, so the groups of a version depend on outcomes only. No group is
-admitted before a checkpoint for a batch behind it, so a checkpoint finds nothing outstanding and a resumed run repeats
-exactly what the uninterrupted one does.
+In deterministic mode, depth does not limit admission, so the groups of a version depend on outcomes only. Before a
+checkpoint, no group is admitted for a batch after it. So nothing is outstanding at a checkpoint, and a resumed run
+repeats exactly what the uninterrupted one does.
 
-Governor: after every step it looks at how off-policy the batch was. If the effective sample size is too low or the
-mismatch KL too high, the allowed lag decreases by one; `patience` good batches in a row raise it by one. It affects
-later admissions only, never the deadline of an admitted group.
+Governor: after every step it checks how off-policy the batch was. If the effective sample size is too low or the
+mismatch KL too high, the allowed lag decreases by one; `patience` good batches in a row raise it by one. A change
+affects later admissions only, never the deadline of an admitted group.
 
 Governor invariants
 - min_lag <= allowed lag <= max_lag, and it changes by at most one per step.
-- Between two decreases there is a bad batch that consists only of groups admitted after the first one. A decrease shows
-  in batches only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no
-  new information and are ignored.
+- After a decrease, only a bad batch made entirely of groups admitted since then causes the next one. A decrease takes
+  effect only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no new
+  information and are ignored.
 - Between a change and the next raise there are `patience` good batches and no bad one, made only of groups admitted
   since that change: groups sampled under another lag say nothing about this one.
-- A bad batch from before a raise does count: it was bad at less than the current lag.
+- A bad batch of groups admitted before a raise does count: it was bad at less than the current lag.
 
 Groups are numbered in admission order, across resumes too, so "since" is a comparison of numbers. Every group admitted
 before a change is trained or gone within `max_lag` + 1 batches (later only if on_stale = train moves deadlines), so the
@@ -58,7 +58,7 @@ class GovernorState(msgspec.Struct, frozen=True):
 
 
 class Governor:
-    """Adjusts the allowed lag by how off-policy batches are. Without settings it is always `max_lag`."""
+    """Adapts the allowed lag to how off-policy batches are. Without settings, the lag is always `max_lag`."""
 
     def __init__(self, settings: GovernorConfig | None, max_lag: int, state: GovernorState) -> None:
         self._settings = settings
@@ -117,7 +117,7 @@ class SchedulerSettings:
     steps: int | None  # None: no limit
     epochs: int | None  # None: no limit
     tasks: int  # in one epoch
-    eval_every: int  # 0: none but the first and the last version
+    eval_every: int  # 0: only the first and the last version
     eval_enabled: bool
     checkpoint_every: int  # 0: only at the end
     governor: GovernorConfig | None = None  # None: the allowed lag is always max_lag
@@ -163,7 +163,7 @@ class SchedulerSettings:
     def is_boundary(self, version: Version) -> bool:
         """Return whether a resume from this version is exact in deterministic mode.
 
-        With nothing outstanding, the next group then has this version as its minimum, as it does after a resume, which
+        If nothing is outstanding, the next group gets this version as its min_version, as it does after a resume, which
         loads no other version."""
         return self.max_lag == 0 or version <= self.warmup_steps or self.is_checkpointed(version)
 
@@ -197,8 +197,8 @@ class SchedulerSettings:
 
 
 class StepGate:
-    """Decides whether the next batch may be trained, and whether groups may be admitted: with `confirm`, not before the
-    callbacks of the last step, its checkpoint and its weights have returned. Keeps what callbacks requested meanwhile.
+    """With `confirm`, holds back training and admission until callbacks return. The next batch waits for those of the
+    last step, its checkpoint and its weights, admission only for those of the weights. Stores callbacks' requests.
     """
 
     def __init__(self, confirm: bool) -> None:
@@ -223,7 +223,7 @@ class StepGate:
         self._unconfirmed.remove((kind, version))
 
     def take(self, kind: Literal["checkpoint", "evaluation"]) -> bool:
-        """Return whether this was requested, and forget the request."""
+        """Return whether this was requested, and clear the request."""
         requested = kind in self.requests
         self.requests.discard(kind)
         return requested
@@ -246,7 +246,7 @@ class PipelineLoad:
 
 @dataclass(frozen=True)
 class TaskDemand:
-    """The state of the pipeline that decides when further tasks are asked for, if they arrive during the run."""
+    """The pipeline state that decides when to ask for more tasks, if tasks arrive during the run."""
 
     issued: int  # visits since the run began
     oldest_open: int  # the first visit that is not finalized
@@ -306,7 +306,7 @@ class Pacing:
         return steps is None or steps > (load.tasks_left or 0)
 
     def limited_by(self, load: PipelineLoad) -> str:
-        """Return the rule that admits no more groups now, or ""."""
+        """Return the rule that blocks admission now, or ""."""
         limits = self.limits(load)
         rule = min(limits, key=limits.__getitem__)
         return rule if limits[rule] <= 0 else ""

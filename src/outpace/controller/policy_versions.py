@@ -52,7 +52,7 @@ class PolicyVersions:
         completions: RolloutWriter,
     ) -> None:
         """`run_order` runs an order on a worker; `on_progress` is called as an evaluation advances. `pins`: engines
-        have a second weight set for evaluation. `completions` saves those of evaluations."""
+        have a second weight set for evaluation. `completions` saves evaluation rollouts."""
         self._components = components
         self._supervisor = supervisor
         self._registry = registry
@@ -107,7 +107,7 @@ class PolicyVersions:
         self._post(ev.EngineLoaded(engine, version))
 
     async def _load(self, engine: str, manifest: Manifest, pinned: bool) -> LoadReport:
-        """Load a snapshot. On a checksum mismatch, read it once more; the engine keeps its version meanwhile."""
+        """Load a snapshot. On a checksum mismatch, retry once; the engine keeps its version meanwhile."""
         try:
             return await self._components.engines[engine].load(manifest, pinned)
         except CorruptData:
@@ -170,7 +170,7 @@ class PolicyVersions:
                 return result
 
     async def _pin(self, manifest: Manifest) -> dict[str, int]:
-        """Pin this version and return the engines that hold it, with their restart counts from before.
+        """Pin this version and return the engines that hold it, with their restart counts before the load.
 
         Engines that fail are left out. If all fail, retry; after `MAX_FAILURES` attempts raise the last error."""
         failures: dict[str, Exception] = {}

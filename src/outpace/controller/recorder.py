@@ -43,15 +43,15 @@ from outpace.types import (
 )
 
 TIMELINE_SPANS = 4096
-"""Number of newest spans kept, so that memory stays flat over a long run."""
+"""Number of most recent spans to keep, so that memory stays flat over a long run."""
 
 FinalizedVisit = tuple[UntrainedVisit, GroupReport | None]
-"""A visit that was not trained, and the report on its group if there is one."""
+"""A visit that ended without training, and the report of its group, if any."""
 
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A completed step that is not on record yet."""
+    """A completed step that is not recorded yet."""
 
     report: StepReport
     chunks: list[ChunkReport]
@@ -77,12 +77,12 @@ class Recorder:
         self._began = time.monotonic()
         self._training_began = self._trained_at = self._began
         self._account = EfficiencyTracker(self.units, time.monotonic)
-        self._closed: dict[int, GroupReport] = {}  # not on record yet
+        self._closed: dict[int, GroupReport] = {}  # not recorded yet
         self._earlier = EarlierTraining()
         self._earlier_wall_s = 0.0
 
     def resume(self, past: PastRun, finished: Iterable[GroupReport]) -> None:
-        """Continue the totals of the run's earlier starts, and take over the groups they finished."""
+        """Continue the totals of the run's earlier starts, including the groups they finished."""
         for line in past.steps:
             self.summary.step(line["step"], line)
             self._earlier = EarlierTraining.from_metrics(line)
@@ -133,7 +133,7 @@ class Recorder:
         self._meter.add("governor/raised" if by > 0 else "governor/lowered", abs(by))
 
     def produced(self, measured: Mapping[str, Aggregate]) -> None:
-        """Record what a data producer reported with a round."""
+        """Record the metrics that a data producer reported with a round."""
         self._meter.merge(measured)
 
     def published(self, manifest: Manifest) -> None:

@@ -1,13 +1,13 @@
-"""Recovery: the state in a checkpoint, and which work of an earlier start can still be used on resume. Pure.
+"""Recovery: the state in a checkpoint, and the earlier work that a resumed run can still use. Pure.
 
-A run resumes from a checkpoint of version c. The journal holds more than that: groups finished later, and even trained
-in versions that no longer exist. Invariants of the selection:
+A run resumes from a checkpoint of version c. The journal also holds groups that finished later, some of them trained in
+versions that no longer exist. Invariants of the selection:
 
 - No token is newer than c: the weights that sampled it are the checkpoint's or older.
 - Each group belongs to a visit that is open in the checkpoint's ledger, and no two belong to the same visit.
-- All groups can be trained before their deadlines: of those due by d, there are at most B per batch from c to d. The
-  earlier start had found such a schedule; after a change of settings the last ones may have to go.
-- In deterministic mode nothing is recovered: in-flight work gives the same result when repeated under its own number.
+- All groups can be trained by their deadlines: at most (d + 1 - c) * B of them are due by d. The earlier start had such
+  a schedule; if settings have changed, groups that no longer fit are dropped.
+- In deterministic mode nothing is recovered: in-flight work gives the same result when rerun under the same number.
 
 Groups in the replay pool were trained before c; the checkpoint lists them by number.
 """
@@ -95,7 +95,7 @@ def choose_recovered(
 def recovery_rule(
     state: SchedulerState, settings: SchedulerSettings
 ) -> Callable[[FinishedGroup], Literal["train", "replay"] | None]:
-    """Return a function that says what a group in the journal can be used for."""
+    """Return a function that decides what a journaled group is used for."""
     lag, is_open = _allowed_lag(state, settings), _open_visits(state, settings)
 
     def use(kept: FinishedGroup) -> Literal["train", "replay"] | None:
@@ -133,8 +133,8 @@ def _allowed_lag(state: SchedulerState, settings: SchedulerSettings) -> int:
 
 
 def _open_visits(state: SchedulerState, settings: SchedulerSettings) -> Callable[[int], bool]:
-    """Return a function that says whether the visit at a position still has to be finalized. A re-roll that was issued
-    after the checkpoint does not count: it may never be planned again."""
+    """Return a function that tells whether the visit at a position still has to be finalized. Excludes re-rolls issued
+    after the checkpoint: they may never be planned again."""
     issued, cursor = state.ledger.open, state.ledger.cursor
     limit = REROLL if settings.epochs is None else min(REROLL, settings.epochs * settings.tasks)
     return lambda position: position in issued or cursor <= position < limit

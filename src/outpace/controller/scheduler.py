@@ -9,15 +9,15 @@ No clock, no I/O, no tensors: the driver and the simulator run the same code.
         ▲                                            │
         └──────────────── Published ◀────────────────┘
 
-Three further machines adjust pacing and batches: the governor (allowed lag, updated by BatchTrained), the curriculum
+Three more state machines adjust pacing and batches: the governor (allowed lag, updated by BatchTrained), the curriculum
 (tasks skipped or visited again, updated by GroupClosed) and the replay pool (groups trained again, last chunk of a
 batch).
 
 What waits for what
 - admission: room (a group is trained or leaves), or an engine loading weights (EngineLoaded);
 - the open batch: running groups (GroupClosed);
-- the learner: it runs one call at a time, in the order given (ChunkTrained, BatchTrained). Publish and Checkpoint need
-  no wait: whatever is ordered after them runs after them;
+- the learner: its calls run one at a time, in order (ChunkTrained, BatchTrained). The scheduler does not wait for
+  Publish and Checkpoint: the learner runs later calls after them;
 - an engine: nothing, except for its running groups when draining or in deterministic mode;
 - with `confirm`, a new batch: the callbacks of the step before, of its evaluation and its checkpoint (Confirmed);
 - an evaluation: its version to be published and the running evaluation to finish (EvaluationDone);
@@ -169,8 +169,8 @@ class Scheduler:
 
     @property
     def _oldest_serving(self) -> Version:
-        """Oldest version that groups are admitted for. Ignores a lagging engine whose version is too old to be trained
-        in time, so that it does not hold up the others."""
+        """Oldest version that may sample new groups. Ignores a lagging engine whose version is too old to be trained in
+        time, so that it does not hold up the others."""
         if self.settings.deterministic:
             return self._publisher.oldest
         return self._publisher.oldest_from(self.version - self._pacing.lag_at(self.version, self._governor.lag))
@@ -346,7 +346,7 @@ class Scheduler:
             self._batcher.fill()
 
     def _handle_overdue(self, group: int) -> None:
-        """Resolve a running group that keeps a batch from closing, as `on_stale` says."""
+        """Apply `on_stale` to a running group that keeps a batch from closing."""
         if self.settings.on_stale == "train":
             self._batcher.extend(group)
             self._ledger.extended += 1
@@ -390,8 +390,8 @@ class Scheduler:
             self._actions.append(self._groups[group])
 
     def _min_version(self, position: int) -> tuple[Version, bool]:
-        """Return the minimum version for this visit, and whether an earlier start recorded completions for it. Those
-        keep the minimum version they were sampled under if there is time."""
+        """Return the minimum version for this visit, and whether an earlier start recorded completions for it. In that
+        case the visit keeps their minimum version if there is time to train it."""
         newest = self._oldest_serving
         min_version = self._recorded_versions.pop(position, None)
         if min_version is None:
@@ -419,7 +419,7 @@ class Scheduler:
         self._actions += self._learner.next(complete=not self._batcher.missing or last)
 
     def _publish_newest(self) -> bool:
-        """Return whether the newest version is published, and order that if it was not."""
+        """Return whether the newest version is published; if not, order its publication."""
         published = self._publisher.newest == self.version
         if not published and self.version not in self._publishing:
             self._publish()
@@ -443,8 +443,8 @@ class Scheduler:
         return exact or not self.settings.deterministic
 
     def _checkpoint(self, exact: bool = False) -> None:
-        """Order a checkpoint, unless the newest one ordered has the same state. `exact`: only on request, of this
-        version once, and in deterministic mode of the state that the last step left."""
+        """Order a checkpoint, unless the newest one ordered has the same state. `exact`: for a stop, or a request (at
+        most once per version); in deterministic mode, it has the state that the last step left."""
         state = self._exact_state if exact and self.settings.deterministic else self._state()
         if exact and not self._stopping and self._last_checkpoint and self._last_checkpoint.version == self.version:
             return

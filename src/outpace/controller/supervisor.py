@@ -8,11 +8,11 @@
     engine     restarted; serves nothing before its first load
     worker     restarted; its groups are rolled out again
 
-A component that dies more than `restarts` times within `window_s` is given up. That ends the run, except for an engine
-while another one is up. Engines may join and leave during the run.
+A component that dies more than `restarts` times within `window_s` is not restarted again. That ends the run, unless it
+is an engine and another one is up. Engines may join and leave during the run.
 
 A probe succeeds if the component's event loop replies and, for an engine with running requests, its compute thread has
-made progress. Both the probe and the stall watchdog count only time in which this process was awake (`AwakeClock`): a
+made progress. The probe and the stall watchdog count only time in which this process was awake (`AwakeClock`): a
 suspended machine or a stopped and continued process has not stalled, however far the clocks advanced.
 """
 
@@ -52,7 +52,7 @@ class RestartPolicy:
         self.restarts = 0
 
     def died(self, component: str, now: float) -> float | GiveUp:
-        """Return the seconds to wait before the restart, which double while the component keeps dying."""
+        """Return the seconds to wait before the restart; the wait doubles while the component keeps dying."""
         settings = self._settings
         if settings is None:
             return GiveUp("the run can be resumed from its newest checkpoint")
@@ -168,7 +168,7 @@ class ComponentSupervisor:
             self.add(name)
 
     def add(self, name: str) -> None:
-        """Supervise a component that is up, as its spec says."""
+        """Supervise a component that is up, with the restart settings of its spec."""
         spec = self._runtime.spec(name)
         self._components[name] = _Supervised(spec.kind, RestartPolicy(spec.restart))
         self._components[name].up.set()
@@ -223,7 +223,7 @@ class ComponentSupervisor:
     # ---------------------------------------------------------------------------------------------------- restarts
 
     async def watch(self) -> None:
-        """Restart components that die, for as long as the run lasts."""
+        """Restart components that die, until the run ends."""
         async with asyncio.TaskGroup() as replacing:
             while True:
                 lost = await self._runtime.deaths.get()
@@ -275,7 +275,7 @@ class ComponentSupervisor:
     # ----------------------------------------------------------------------------------------------------- probes
 
     async def probe(self) -> None:
-        """Kill components that do not respond, for as long as the run lasts; `watch` restarts them."""
+        """Kill components that do not respond, until the run ends; `watch` restarts them."""
         awake = AwakeClock(asyncio.get_running_loop().time, self._settings.probe_s)
         while True:
             await asyncio.sleep(self._settings.probe_s)

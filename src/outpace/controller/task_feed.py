@@ -3,8 +3,8 @@
     scheduler needs a round ─┬─▶ TaskStream.next_task, on a thread ─┬─▶ journal ─▶ TasksAdded ─▶ scheduler
                              └─▶ Producer.produce, a component ─────┘
 
-A round is announced only when `wants_round` says so, also if an earlier start of the run journaled it: what a resumed
-run admits when does not depend on how far the earlier start got.
+A round is announced only when its source's `wants` returns True, even if an earlier start of the run journaled it. So
+what a resumed run admits, and when, does not depend on how far the earlier start got.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from outpace.types import Task, Version
 
 @dataclass(frozen=True)
 class FeedState:
-    """What decides whether the next round is asked for."""
+    """The state that decides whether to ask for the next round."""
 
     next_round: int
-    trained_round: int  # the oldest one with a visit that is not finalized
-    unissued: int  # visits given and not issued yet
+    trained_round: int  # the oldest round with a visit that is not finalized
+    unissued: int  # visits received but not issued yet
     starved: bool  # nothing runs, and nothing can be trained without the next round
     on_policy: bool  # every engine serves the newest version
     needed: bool = True  # the remaining steps need more visits than there are
 
 
 def wants_round(state: FeedState, settings: ProducerConfig) -> bool:
-    """Return whether a producer is asked for the next round now. Pure.
+    """Return whether to ask a producer for the next round now. Pure.
 
-    Synchronous rounds: when the rounds before them are trained, as far as they fill batches, and the engines serve the
-    result. In the background: as soon as it is at most `prefetch_depth` rounds ahead of the one being trained, or
-    earlier if these have too few tasks for a batch."""
+    A synchronous round waits until the earlier rounds are trained, except for tasks too few to fill a batch, and the
+    engines serve the result. A background round starts when it is at most `prefetch_depth` rounds ahead of the one
+    being trained, or earlier if the rounds so far have too few tasks for a batch."""
     if not state.needed:
         return False
     if not settings.in_background(state.next_round):
@@ -54,7 +54,7 @@ def wants_round(state: FeedState, settings: ProducerConfig) -> bool:
 
 
 class RoundSource(Protocol):
-    """Gives rounds of tasks."""
+    """A source of rounds of tasks."""
 
     name: str
 
@@ -63,12 +63,12 @@ class RoundSource(Protocol):
         ...
 
     async def next_round(self, number: int, step: Version) -> bool:
-        """Journal round `number`, unless it is journaled; return whether there is one."""
+        """Journal round `number`, unless it is already journaled; return whether there is such a round."""
         ...
 
 
 class TaskFeed:
-    """Announces rounds to the scheduler. Call `wake` after every event it has handled."""
+    """Announces rounds to the scheduler. Call `wake` after the scheduler has handled an event."""
 
     def __init__(self, source: RoundSource, tasks: StreamedTasks, scheduler: Scheduler, post: PostEvent) -> None:
         self._source = source
@@ -174,12 +174,12 @@ class ProducerRounds:
 
 
 _calls: dict[int, tuple[TaskStream, int, Future[Task | None]]] = {}
-"""Calls whose task is not journaled yet, by the stream's id. A run that ends leaves its blocked call to the next run of
-this process, which would otherwise ask for the same task a second time."""
+"""Calls whose task is not journaled yet, by the stream's id. If a run ends while its call blocks, the next run of this
+process takes over the call instead of asking for the same task again."""
 
 
 class StreamRounds:
-    """A stream, called on a thread of this process: each task is a round. Keeps one batch ahead of the scheduler."""
+    """Rounds of a stream, called on a thread of this process: each task is a round. Stays one batch ahead."""
 
     name = "task stream"
 
@@ -195,7 +195,7 @@ class StreamRounds:
         if number < self._tasks.rounds:
             return True
         try:
-            task = await asyncio.wrap_future(_call(self._stream, number))  # may block for as long as it likes
+            task = await asyncio.wrap_future(_call(self._stream, number))  # may block indefinitely
         except asyncio.CancelledError:
             raise  # the run ends
         except BaseException:
@@ -205,8 +205,8 @@ class StreamRounds:
         return task is not None
 
     def _journal(self, task: Task | None) -> None:
-        """Journal a task and forget its call. One unit, which a cancelled run either completes or leaves undone. The
-        call of a task that could not be written, such as to a full disk, is kept; that of an invalid task is not."""
+        """Journal a task and forget its call. A cancelled run does both or neither. If the task cannot be written, for
+        example to a full disk, the call is kept; if the task is invalid, the call is forgotten."""
         try:
             if not isinstance(task, Task | None):
                 raise BadInput(f"the stream returned {with_article(type(task).__name__)}; return a Task or None")

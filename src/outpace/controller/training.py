@@ -1,4 +1,4 @@
-"""Learner calls and what they leave behind: chunks, steps, their records, and checkpoints.
+"""Learner calls and their results: chunks, steps, step records, and checkpoints.
 
     TrainChunk ─▶ ChunkTrained     CloseBatch ─▶ BatchTrained     WriteRecord ─▶ a line     Checkpoint ─▶ a directory
 
@@ -101,7 +101,7 @@ class Training:
         self._post(ev.BatchTrained(report.version, ess, kl))
 
     async def record(self, account: ev.WriteRecord, finalized: list[FinalizedVisit]) -> None:
-        """Write the line of a step, before that of the next one, or of the visits finalized between two steps."""
+        """Write the line of a step, or of the visits finalized between two steps. Lines are written in order."""
         async with self._recording:
             trained = self._trained.pop(account.version, None) if account.trained else None
             if trained is None:
@@ -116,7 +116,7 @@ class Training:
         diagnostics.crash_point("controller.step_recorded")
 
     async def confirm(self, kind: ev.Confirmable, version: Version) -> None:
-        """With blocking callbacks, wait for those of what has just happened."""
+        """With blocking callbacks, wait until they have handled all events so far, then confirm."""
         if self._scheduler.settings.confirm:
             await self._recorder.callbacks.handled()
             self._post(ev.Confirmed(kind, version))
@@ -158,8 +158,8 @@ class Training:
         return {name: (await self._supervisor.call(name, worker.rng)).decode() for name, worker in workers}
 
     async def _controller_state(self, action: ev.Checkpoint, rng: Awaitable[dict[str, str]]) -> ControllerState | None:
-        """Return the controller's state, or None if there must be no checkpoint after all. On return, everything the
-        checkpoint relies on is on record."""
+        """Return the controller's state, or None if the run ended before the checkpoint could be made. On return,
+        everything the checkpoint relies on is recorded."""
         diagnostics.crash_point("controller.learner_saved")
         # In deterministic mode a resumed run must evaluate the same versions, so wait for every evaluation that is due.
         while self._scheduler.settings.deterministic and self._scheduler.has_pending_evaluation(action.version - 1):
@@ -167,7 +167,7 @@ class Training:
                 return None
             self._evaluated.clear()
             await self._evaluated.wait()
-        async with self._recording:  # all earlier steps are on record then
+        async with self._recording:  # then all earlier steps are recorded
             pass
         return {"core": action.state, "rng": await rng}
 

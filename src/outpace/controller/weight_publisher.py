@@ -5,8 +5,8 @@ Invariants
 - An engine whose weights are not the learner's (resumed run, restart, new engine, torn load) is stale: it serves
   nothing until its next load completes. The others serve meanwhile; if none does, admission waits.
 - An engine whose load failed or takes too long is behind: once its version is too old to be trained in time, groups
-  are admitted for the other engines only. Engines that are about to load are waited for, so that the first engine
-  with the newest weights does not get all the work.
+  are admitted for the other engines only. Admission waits for engines that are about to load, so that the first
+  engine with the newest weights does not get all the work.
 - A snapshot that may still be read is leased: its buffer must not be reused.
 - In `inflight` mode the cost of an event does not depend on the number of engines, except when a version is published.
 
@@ -14,8 +14,8 @@ Update modes
 - inflight: an engine that is not loading gets the newest version at once. Intermediate versions may be skipped.
 - drain: a newer version blocks admission and is loaded when no group is running.
 - lockstep (deterministic mode): every version is loaded, one by one in publication order, when no group is running
-  after admission had its chance, that is when all groups of the current version exist. Nothing is admitted until all
-  engines have the next version. A restarted engine gets back exactly the version it had, so its work is reproduced.
+  after admission, that is, when all groups of the current version are done. Nothing is admitted until all engines
+  have the next version. A restarted engine reloads exactly the version it had, so its work is reproduced.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class WeightPublisher:
         self.update = update
         self.engines: dict[str, EngineWeights] = {}
         self.loading: dict[str, Version] = {}
-        self._published: list[Version] = []  # ascending; lockstep: from the version in use on, otherwise one
-        self._versions: Counter[Version] = Counter()  # of serving engines; lockstep: of all loaded engines
-        self._behind: Counter[Version] = Counter()  # of those engines that are behind
+        self._published: list[Version] = []  # ascending; lockstep: from the version in use on, otherwise the newest
+        self._versions: Counter[Version] = Counter()  # counts of serving engines; lockstep: of all loaded engines
+        self._behind: Counter[Version] = Counter()  # counts of those engines that are behind
         self._waiting: dict[str, None] = {}  # engines that may need a load
         self._stale = 0  # number of engines that do not serve, up or not
 
@@ -68,7 +68,7 @@ class WeightPublisher:
 
     @property
     def oldest(self) -> Version:
-        """Oldest version that may serve a group now. If no engine serves, the version the first one will get."""
+        """Oldest version that may serve a group now. If no engine serves, the version the first engine will load."""
         if self._versions:
             return min(self._versions)
         return self.newest or 0
@@ -80,7 +80,7 @@ class WeightPublisher:
 
     @property
     def all_newest(self) -> bool:
-        """Whether every serving engine has the newest published version, and there is one that serves."""
+        """Whether an engine serves, none is loading, and all serving engines have the newest published version."""
         return not self.loading and self.newest is not None and self.served_by_all == self.newest
 
     def oldest_from(self, floor: Version) -> Version:
@@ -193,8 +193,8 @@ class WeightPublisher:
     # -------------------------------------------------------------------------------------------------------- loads
 
     def next_loads(self, busy: bool) -> list[tuple[str, Version]]:
-        """Return which engines load which version now. In drain and lockstep modes, `busy` engines (groups are running)
-        keep their weights; call this after admission."""
+        """Return which engines load which version now. In drain and lockstep modes, serving engines keep their weights
+        while `busy` (groups are running). Call this after admission."""
         if self.newest is None or not self._waiting:
             return []
         if self.update != "inflight" and busy and not self._stale:
@@ -231,7 +231,7 @@ class WeightPublisher:
 class EvaluationQueue:
     """Queue of evaluations: at most one running and one waiting; a newer request replaces the waiting one.
 
-    With `keep_all` every request waits for its turn, so which versions are evaluated does not depend on speed."""
+    With `keep_all` no request is replaced, so which versions are evaluated does not depend on speed."""
 
     def __init__(self, keep_all: bool, evaluated: Version) -> None:
         """`evaluated` is the newest version whose result is already known, -1 if none."""

@@ -8,19 +8,19 @@
                  └────────────────────────────────────────────────────────────────┘
 
 Invariants
-- This is the only place that continues a request. `generate` of an engine is one attempt; if that was lost, the request
-  continues on another engine, or on the same one after it reconnects, from the tokens already received. No token is
-  sampled twice; each keeps its logprob and version. The caller sees one result.
-- A request that its engine interrupts for a weight update goes back to that engine at once. That is not a failure.
+- Only the fleet continues requests. An engine's `generate` is a single attempt; if it is lost, the request continues
+  from the tokens already received, on another engine or on the same one after it reconnects. No token is sampled twice;
+  each keeps its logprob and version. The caller sees one result.
+- A request interrupted for a weight update returns to its engine at once. This does not count as a failure.
 - A request moves at most MAX_MOVES times, then fails with all causes: the request itself may be crashing the engines.
-  Waiting for an engine is not a move. An error that a restart would not fix moves the request to each other engine
-  once, and is raised when none is left.
+  Waiting for an engine is not a move. An error that a restart would not fix excludes the engine for this request, and
+  is raised when no engine is left.
 - An aborted request ends at once with the tokens received so far.
 - There is no polling: waiting requests wake when the members change, a connection changes, or they are aborted. A
-  request retries an engine that has just failed only if there is no other, with exponential backoff.
-- Connections to engines that join are opened in the background, which may take as long as a component takes to start.
-  Until then, and while a connection is lost, the engine is unreachable.
-- Everything runs on one event loop; no state is inconsistent across an await.
+  request returns to an engine that has just failed only if no other is available, with exponential backoff.
+- Connections to joining engines are opened in the background. This may take as long as a component start; until then,
+  and while a connection is lost, the engine is unreachable.
+- Everything runs on one event loop; state is consistent at every await.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class InFlightRequest:
     engine: the engine that runs it now.
     interrupted_by: the engine that has just interrupted it and keeps a slot for it.
     excluded: engines that cannot serve it at all.
-    causes: why it was moved.
-    retry_at: before this time it is not sent to an engine that has just failed.
+    causes: the reason for each move.
+    retry_at: earliest time to send it to an engine that has just failed.
     """
 
     needs: RequestNeeds
@@ -299,7 +299,7 @@ class EngineFleet:
             if not len(answer):
                 raise
             return answer.generation("length")  # filled by the earlier parts
-        except EngineClosed as error:  # sent before this worker heard that the engine leaves
+        except EngineClosed as error:  # sent before this worker received the member update
             self._record_failure(request, engine, ComponentLost(engine, str(error)))
             return None
         except ComponentFailed as error:

@@ -1,14 +1,14 @@
-"""One generation: its tokens while they are sampled, its stop strings, and its continuation in several parts.
+"""One generation: its token stream, stop-string detection, and continuation in several parts.
 
     request ─▶ partial output ─▶ request for the rest: prompt + output so far, fewer tokens ─▶ … ─▶ one generation
 
-`TokenStream` is the path of streamed tokens in every engine: the engine adds tokens as they arrive, readers wait for
-more. `ContinuedGeneration` joins the parts of a request whose engine was lost or interrupted. Only the fleet continues
-requests; `generate` of an engine is a single attempt, and its stop reason says whether the rest is missing.
+Every engine streams tokens through a `TokenStream`: the engine adds tokens as they arrive, readers wait for more.
+`ContinuedGeneration` joins the parts of a request whose engine was lost or interrupted. Only the fleet continues
+requests: an engine's `generate` is a single attempt, and its stop reason tells whether the output is incomplete.
 
 Invariants of a continued generation
-- A sampled token stays, with its logprob and version, and is never sampled again. Only tokens after a stop string are
-  dropped: neither engine can see a stop string that begins in one part and ends in the next, so it is found here.
+- Sampled tokens are kept, with their logprobs and versions, and never resampled. Only tokens after a stop string are
+  dropped: neither engine can see a stop string that begins in one part and ends in the next, so it is detected here.
 - No part requests more tokens than are left. `ended` is set when no further part is needed.
 - Parts use independent noise: the seed of a part derives from the seed of the request and the number of tokens so far.
   Until there is a token, the request is sent unchanged.
@@ -150,7 +150,7 @@ class ContinuedGeneration:
     """A request, the output so far, and the prompt and sampling parameters of the next part."""
 
     def __init__(self, token_ids: Ints, sampling: Sampling, decode: Decode | None = None) -> None:
-        """Without `decode`, stop strings are found by the engines only."""
+        """Without `decode`, only the engines detect stop strings."""
         self._token_ids = token_ids
         self._sampling = sampling
         self._decode = decode
@@ -198,7 +198,7 @@ class ContinuedGeneration:
 
     @property
     def ended(self) -> StopReason | None:
-        """Why the generation is complete, or None. Needed because a lost part has no stop reason of its own."""
+        """Why the generation is complete, or None. Needed for lost parts, whose stop reason does not tell."""
         if self._stop_string_found or (len(self) and int(self._tokens[-1]) in self._sampling.stop_ids):
             return "stop"
         return "length" if self.left <= 0 else None

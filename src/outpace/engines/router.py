@@ -8,8 +8,8 @@ or newer, or exactly the pinned version. If no engine is eligible, the request w
     the least loaded engine                    by in-flight requests; a hash of the group breaks ties evenly
 
 Invariants
-- The router's view of an engine's weights may be stale: the engine may be newer, and checks every request itself. If
-  there is only one engine, it gets every request, whatever its reported version.
+- Reported weight versions may be stale: an engine may have newer weights, and checks every request itself. A single
+  engine gets every request, whatever version it reports.
 - After a choice no engine's load exceeds the least load by more than the larger margin plus one request.
 - An engine that failed a request is avoided for FAILURE_COOLDOWN_S if there is another.
 """
@@ -26,10 +26,10 @@ import msgspec
 from outpace.types import FleetMember, Version
 
 FAILURE_COOLDOWN_S = 10.0
-"""How long an engine gets no requests after failing one: about the time until its health is known."""
+"""How long other engines are preferred after an engine fails a request: about the time until its health is known."""
 
 MAX_REMEMBERED = 20_000
-"""Number of episodes and groups whose last engine is remembered, most recently served first."""
+"""Number of episodes and groups whose last engine is remembered. The least recently served are dropped."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class Router:
         return choose(trusted or names, self.load, needs, self._last_engine)
 
     def accepts(self, name: str, unreachable: Collection[str] = ()) -> bool:
-        """Whether the engine serves requests, of any version."""
+        """Whether the engine serves requests, whatever its version."""
         return any(member.name == name for member in _serving(self.members, unreachable))
 
     def can_never_serve(self, needs: RequestNeeds) -> bool:
-        """Whether the request is pinned to a version that none of several members has, up or down."""
+        """Whether the request is pinned to a version that no member has, serving or not. False for a single member."""
         several = len(self.members) > 1
         return several and needs.pinned is not None and all(member.pinned != needs.pinned for member in self.members)
 

@@ -2,7 +2,7 @@
 
 Thread counts are either fixed by the settings or follow the load. `CoreSharing` does the latter for engines and the
 learner, which share the cores of one machine. Thread pools that together exceed the cores stall at their barriers;
-pools sized for the worst case leave cores idle. So the thread count is chosen anew before every unit of work (a decode
+pools sized for the worst case leave cores idle. So the thread count is chosen again before every unit of work (a decode
 step, a layer of a forward or backward pass), from three inputs:
 
     ThreadCounts     a small memory-mapped file with one row per compute process: pid, threads in use (0 while idle)
@@ -12,8 +12,8 @@ step, a layer of a forward or backward pass), from three inputs:
 
 Slightly too many threads can pay off, because the OS scheduler then gives the process a larger share of the cores: for
 a learner that is busy most of the time and so limits the run, and for both roles next to another busy program. Whether
-it pays off depends on the machine and the model, so both options are measured: mostly the faster one is used, and
-occasionally the other one.
+it pays off depends on the machine and the model, so both options are measured: most trials use the faster one, a few
+the other one.
 
 Invariants
 - A row is two aligned 64-bit integers, so a reader never sees a partial write. A process writes only its own row, and
@@ -54,7 +54,7 @@ class ComputeUnits:
     count: int
     are_gpus: bool = False
     per_engine: int = 1  # GPUs of one engine
-    per_learner: int = 1  # learner processes, each of which works as long as the first one, which reports its work
+    per_learner: int = 1  # learner processes; all are busy as long as the first one, which reports its busy time
 
 
 def compute_units(config: Config) -> ComputeUnits | None:
@@ -67,7 +67,7 @@ def compute_units(config: Config) -> ComputeUnits | None:
     gpus = {gpu for each in (*placement.learners, *placement.engines) for gpu in each.gpus}
     per_engine = max(len(each.gpus) for each in placement.engines) or 1
     ranks = config.learner.devices
-    count = len(gpus) + ranks - len(placement.learners)  # those of the learner on other machines
+    count = len(gpus) + ranks - len(placement.learners)  # includes the learner's GPUs on other machines
     return ComputeUnits(count, are_gpus=True, per_engine=per_engine, per_learner=ranks)
 
 
@@ -128,24 +128,24 @@ count. A program that could use a whole core gets about two thirds of one next t
 
 
 EXPLORE_FIRST, EXPLORE, EXPLORE_MOST = 2, 8, 32
-"""The slower option is tried once in this many trials: soon at first, then less and less often while it stays slower,
-and once in EXPLORE again while it is unclear which option is slower."""
+"""The slower option gets one trial per interval of this many. The interval starts at EXPLORE_FIRST and doubles up to
+EXPLORE_MOST. It is reset to EXPLORE when it becomes unclear which option is slower."""
 
 TRIAL_S = 0.1
 SPEED_SMOOTHING = 0.2
 GAIN = 1.03
-"""All cores must be faster than the fair share by this factor."""
+"""Using all cores must be faster than the fair share by this factor."""
 
 BUSY_WINDOW_S = 5.0
 MOSTLY_BUSY = 0.6
-"""A learner that is busy for at least this fraction of the time limits the speed of the run, or the end of each
-step."""
+"""A learner that is busy for more than this fraction of the time counts as the bottleneck of the run or of the end of
+each step."""
 
 
 def thread_share(
     role: Role, cores: int, others: float, engines: Sequence[int], learner: int = 0, most: int | None = None
 ) -> int:
-    """Return the number of threads that a process should compute with.
+    """Return the number of compute threads for a process.
 
     `others`: cores used by other programs. `engines`: threads of the other busy engines. `learner`: threads of the
     learner, 0 while it is idle. `most`: upper limit, beyond which more threads do not help.

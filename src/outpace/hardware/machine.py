@@ -1,4 +1,4 @@
-"""This machine, for the records of benchmarks: what it is, and how busy other programs keep it."""
+"""Description of this machine for benchmark records, and the load that other programs put on it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def describe_machine() -> dict[str, str | int]:
 
 
 class OtherPrograms:
-    """Measures how many cores other programs use, in the mean since it was made.
+    """Measures how many cores other programs use on average since construction.
 
-    Own time is that of this process and of its descendants that have ended."""
+    Does not count this process and its descendants that have ended."""
 
     def __init__(self) -> None:
         self._usage, self._own_s = read_usage(()), _own_seconds()
 
     def cores(self) -> float | None:
-        """Return None if the operating system does not say."""
+        """Return the average number of cores, None if the operating system does not report it."""
         now = read_usage(())
         if now is None or self._usage is None:
             return None
@@ -46,7 +46,7 @@ def _own_seconds() -> float:
 
 
 def _cpu_model() -> str:
-    """Return the model name of lscpu, which also knows ARM's, or the architecture."""
+    """Return lscpu's model name, which also covers ARM, or else the architecture."""
     try:
         done = subprocess.run(["lscpu"], capture_output=True, text=True, check=False)
     except OSError:

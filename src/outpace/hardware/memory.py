@@ -1,10 +1,10 @@
 """Memory estimates of the learner and embedded engines, made before anything starts.
 
-There are two figures for each. The minimum is used in any case: weights, gradients, optimizer states, the first part of
-the KV cache. The maximum is reached when every sequence fills the context and every learner pass is full, which many
-runs never see. So a run is rejected only if the minimum does not fit, and warned about if the maximum does not.
+Each estimate has two figures. The minimum is always used: weights, gradients, optimizer states, the first part of the
+KV cache. The maximum is reached only when every sequence fills the context and every learner pass is full, which never
+happens in many runs. A run is rejected if the minimum does not fit, and gets a warning if the maximum does not.
 
-The estimate of a sharded learner is that of one of its processes:
+The estimate of a sharded learner covers one of its processes:
 
     weights, gradients, optimizer state    divided by learner.devices; in host memory with learner.offload
     gathered: embeddings and output head   whole, in float32; after the pass, their gradient and the buffer that sums it
@@ -44,7 +44,7 @@ LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 27}
 NVIDIA_SMI_S = 20.0
 
 MOST_TOKENS_PER_PASS = {"cpu": DEFAULT_TOKENS_PER_PASS, "cuda": 65_536}
-"""Default of `learner.tokens_per_pass` where memory suffices: larger passes are not faster."""
+"""Upper limit of the chosen `learner.tokens_per_pass`: larger passes are not faster."""
 TOKENS_STEP = 1024
 """The chosen default is a multiple of this."""
 PASS_SHARE = 0.5
@@ -62,7 +62,7 @@ class ModelShape:
     vocabulary: int
     context: int
     vocabulary_matrices: int = 1  # 2 if the output head is not tied to the embeddings
-    stored: str = "bfloat16"  # dtype in which frozen matrices are loaded: that of the files, if it is bfloat16
+    stored: str = "bfloat16"  # dtype that frozen matrices are loaded in: bfloat16 if the files have it
 
     @property
     def outside_layers(self) -> int:
@@ -84,7 +84,7 @@ class ModelShape:
             experts = int(config.get("num_experts_per_tok") or 1)
             tensors = {name: each for file in _weight_files(directory) for name, each in _tensors(file).items()}
             matrices = {name: tensor for name, tensor in tensors.items() if len(tensor["shape"]) > 1}
-            # Experts are loaded in float32, and some checkpoints with experts as a whole.
+            # Experts are loaded in float32. Some checkpoints with experts are loaded in float32 as a whole.
             halves = all(each["dtype"] == "BF16" and ".experts." not in name for name, each in matrices.items())
             return cls(
                 parameters=sum(math.prod(tensor["shape"]) for tensor in tensors.values()),
@@ -128,10 +128,10 @@ def _tensors(file: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory in bytes: `fixed` in any case, plus `filled` with full contexts and passes.
+    """Memory in bytes: `fixed` always, plus `filled` with full contexts and passes.
 
-    `setting` is the setting to lower if it does not fit. Its value is `units`; each unit takes `fixed_per_unit` in any
-    case and `per_unit` with full contexts and passes."""
+    `setting` is the setting to lower if it does not fit. Its value is `units`; each unit always takes `fixed_per_unit`,
+    and `per_unit` with full contexts and passes."""
 
     fixed: int
     filled: int
@@ -200,7 +200,7 @@ def learner_memory(config: Config, shape: ModelShape, on_gpu: bool = False) -> M
 
 def learner_state(config: Config, shape: ModelShape) -> int:
     """Return the bytes of weights, gradients, optimizer state and reference of the whole learner. All are float32,
-    except frozen matrices that are in the dtype of the model in its files."""
+    except frozen matrices that the files store in `model.dtype`."""
     if config.lora.rank:
         embeddings = shape.vocabulary * shape.width
         frozen = 4 * embeddings + _frozen_size(config, shape) * (shape.parameters - embeddings)
@@ -292,7 +292,7 @@ def _named(devices: list[str]) -> str:
 
 
 def _check_host(config: Config, placement: Placement, shape: ModelShape, host: int) -> None:
-    """Check the memory of the host that the learner's processes on its GPUs offload to."""
+    """Check that host memory suffices for the learner processes on GPUs that offload to it."""
     if not config.learner.offload or not _device(placement.learner):
         return
     needed = learner_state(config, shape) * len(placement.learners) // config.learner.devices

@@ -1,10 +1,10 @@
 """GPU placement: which process computes on which GPU, and how weights reach the engines.
 
 `assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first `learner.devices` GPUs,
-one per process, and the engines the others, round-robin. Under torchrun the learner gets as many GPUs of every machine
-as torchrun starts processes there. Engines share the learner's GPU only if it has one GPU and
-there is no other. Launched servers and the learner share a GPU with fixed memory budgets. Each child process sees only
-its own GPUs, through CUDA_VISIBLE_DEVICES.
+one per process, and the engines the others, round-robin. Under torchrun the learner gets one GPU per process that
+torchrun starts on a machine. Engines share the learner's GPU only if it has one GPU and there is no other. Launched
+servers and the learner share a GPU with fixed memory budgets. Each child process sees only its own GPUs, through
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MARGIN = 0.05
 """Fraction of a shared GPU's memory outside all budgets: CUDA contexts and library workspaces."""
 
 SMALLEST_LEARNER = 0.1
-"""Smallest fraction of a GPU's memory with which a learner can work."""
+"""Smallest fraction of a GPU's memory that a learner can work with."""
 
 SERVERS_ALONE = 0.9
 """Fraction of a GPU's memory that all servers on it take together if the learner is on another GPU. Default for
@@ -99,10 +99,10 @@ class Placement(msgspec.Struct, frozen=True):
         return GpuAssignment(group, memory)
 
     def lines(self, config: Config) -> Iterator[str]:
-        """Yield one line per process with its GPUs, for display. `config` is the one that was placed."""
+        """Yield one line per process with its GPUs, for display. `config` is the config of this placement."""
         local = len(self.learners)
         for rank in range(config.learner.devices):
-            elsewhere = f" of machine {rank // local + 1}" if rank >= local else ""  # all start equally many
+            elsewhere = f" of machine {rank // local + 1}" if rank >= local else ""  # all start the same number
             yield f"{learner_name(rank)}: {_shown(self.learners[rank % local])}{elsewhere}"
         if config.kl.coefficient > 0:
             gpus = _named([gpu for learner in self.learners for gpu in learner.gpus])
@@ -159,9 +159,9 @@ def listed_gpus(variable: str) -> list[str]:
 
 
 def visible_gpus(config: Config) -> list[str]:
-    """Return the GPUs visible to this process, without loading torch. CUDA_VISIBLE_DEVICES is believed if
-    run.device = "cuda", so a run can be planned elsewhere. Otherwise there are none if torch is a CPU build, and with
-    "cuda" at least one if it is not."""
+    """Return the GPUs visible to this process, without loading torch. With run.device = "auto" and a CPU build of torch
+    there are none. Otherwise CUDA_VISIBLE_DEVICES is trusted if set, so a run can be planned on another machine. If
+    unset, run.device = "cuda" with a CUDA build of torch means at least one."""
     if config.run.device == "auto" and not torch_has_cuda():
         return []
     variable = os.environ.get(CUDA_VISIBLE_DEVICES)
@@ -196,8 +196,8 @@ def placement_of(config: Config) -> Placement:
 
 
 def planned_placement(config: Config, gpus: Sequence[str]) -> Placement:
-    """Like `placement_of` with these visible GPUs, also for a run on several machines that torchrun has not started
-    yet: a learner with more devices than this machine has GPUs uses all of them, and as many on every other machine."""
+    """Like `placement_of` with these visible GPUs. Also plans a run on several machines before torchrun starts it: a
+    learner with more devices than this machine has GPUs uses all of them, and as many on every other machine."""
     ranks = local_ranks(config)
     if torchrun_process() is None and config.run.device != "cpu" and 0 < len(gpus) < ranks:
         if ranks % len(gpus):
@@ -210,7 +210,7 @@ def planned_placement(config: Config, gpus: Sequence[str]) -> Placement:
 
 
 def missing_machines(config: Config, placement: Placement) -> str:
-    """Return how to start a planned run that needs more machines than this one, empty if it does not."""
+    """Return how to start a planned run that needs several machines; empty if it needs only this one."""
     devices, local = config.learner.devices, len(placement.learners)
     if torchrun_process() is not None or devices == local:
         return ""

@@ -2,10 +2,10 @@
 
 Two implementations with the same result, registered with transformers as `ATTENTION_NAME`:
 - `FlashPlan`: the variable-length flash attention of torch, for 16-bit types on a GPU. One kernel for all segments.
-- `BucketPlan`: units of similar length are gathered into a right-padded bucket and attended together by
-  `scaled_dot_product_attention`, for everything else. A unit is a small tree of segments, whose mask says which tokens
-  see which, or one segment with its context. Padded queries are never read back, and no query sees a padded key, so
-  widths are chosen for speed alone.
+- `BucketPlan`: everything else. Units of similar length are gathered into a right-padded bucket and attended together
+  by `scaled_dot_product_attention`. A unit is one segment with its context, or a small tree of segments with a mask of
+  which tokens see which. Padded queries are never read back, and no query sees a padded key, so widths are chosen for
+  speed alone.
 
 A plan is computed once per pass and used by every layer.
 
@@ -36,7 +36,7 @@ MIN_WIDTH = 16
 WIDTHS_PER_OCTAVE = 8
 
 MAX_TREE = 256
-"""Tokens of a tree of segments that is attended as a whole. In larger trees, most tokens cannot see each other."""
+"""Size limit, in tokens, of a tree attended as one unit. In larger trees, most tokens cannot see each other."""
 
 
 class PackingUnsupported(OutpaceError):
@@ -55,9 +55,9 @@ class FlashPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Units attended together, with the widths of their queries and keys. `distance_BQC` says how far before a query a
-    key is, negative if the query cannot see it; None if keys and queries are the same tokens, in causal order. A bucket
-    whose units are all alike has one mask, B = 1."""
+    """Units attended together, with the widths of their queries and keys. `distance_BQC` is the distance from each key
+    to each query that follows it, negative if the query cannot see the key; None if keys and queries are the same
+    tokens in causal order. If all units have the same distances, B = 1."""
 
     count: int
     queries: int
@@ -90,7 +90,7 @@ def plan_attention(packed: PackedBatch, device: torch.device, dtype: torch.dtype
 
 
 def _flash_arguments() -> dict[str, Any] | None:
-    """Return the arguments that the installed torch needs for causal attention with grouped heads, None without it."""
+    """Return the installed torch's arguments for causal attention with grouped heads; None if it has no varlen_attn."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
@@ -117,7 +117,7 @@ def _plan_flash(packed: PackedBatch, device: torch.device) -> FlashPlan:
 
 
 def _rounded(lengths: Longs) -> int:
-    """Return the longest length, rounded up to a power of two: a compiled layer is specialized on it."""
+    """Return the maximum length rounded up to a power of two, because compiled layers are specialized on its value."""
     return 1 << max(int(lengths.max()) - 1, 0).bit_length()
 
 
@@ -194,7 +194,7 @@ class _Units:
         self._slot_T[self._order_T] = np.arange(len(unit_T)) - np.repeat(self._start_U, self.queries_U)
 
     def kinds(self) -> Iterator[Longs]:
-        """Yield the units of each bucket: similar widths of queries and of the history before them."""
+        """Yield the units of each bucket. They have similar widths of queries and of the history before the queries."""
         columns = (self.whole_U, _rounded_widths(self.history_U), _rounded_widths(self.queries_U))
         order = np.lexsort(columns)
         changes = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
@@ -212,13 +212,13 @@ class _Units:
         return found
 
     def restore(self, offset_U: Longs) -> Longs:
-        """Return the place of each token among the padded queries. `offset_U`: that of the first token of each unit."""
+        """Return the place of each token among the padded queries. `offset_U`: the place of each unit's first token."""
         found: Longs = offset_U[self._unit_T] + self._slot_T
         return found
 
     def distances(self, units: Longs, width: int) -> Longs | None:
-        """Return how far before each query each key is. None without a history: causal attention without a mask has
-        faster kernels."""
+        """Return the distance from each key to each query. None if no unit has a history: causal attention without a
+        mask has faster kernels."""
         if self.whole_U[units[0]]:
             return self._tree_distances(units, width)
         histories = np.unique(self.history_U[units])
@@ -230,8 +230,8 @@ class _Units:
         return found
 
     def _tree_distances(self, units: Longs, width: int) -> Longs:
-        """Return how far before each query of a tree each key is, -1 if it is not in its context. A padded query sees
-        one key: attention to nothing would not be finite."""
+        """Return the distance from each key of a tree to each query, -1 if the key is not in the query's context. A
+        padded query sees one key, because attention over no keys is not finite."""
         packed, count_S = self._packed, np.diff(self._packed.cu_context_S1)
         number_U = np.full(len(self.whole_U), -1)
         number_U[units] = np.arange(len(units))
@@ -292,7 +292,7 @@ def bucket_width(length: int) -> int:
 
 
 class _Pad(torch.autograd.Function):
-    """Gather tokens into the padded buckets. Gradients of padding are zero, so those of the tokens are gathered too."""
+    """Gather tokens into the padded buckets. Backward is a gather too, because gradients of padding are zero."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, plan: BucketPlan) -> Tensor:
@@ -360,7 +360,7 @@ def _attend_bucket(
 
 
 def _mask(bucket: Bucket, sliding_window: int | None, query: Tensor) -> Tensor | None:
-    """Return what is added to the scores: -inf for keys that a query does not see. None if it sees all up to itself."""
+    """Return the additive mask: -inf for keys that a query does not see. None if every query sees all keys up to it."""
     distance_BQC = bucket.distance_BQC
     if distance_BQC is None:
         if sliding_window is None or sliding_window >= bucket.queries:

@@ -5,7 +5,7 @@
     snapshots for the engines                              ◀──    weights
     checkpoints                                            ◀──    copy_state, load_state
 
-A backend is a class that is called with `LearnerSettings`. The host makes all calls on one thread, in order. Rows
+A backend is a class whose constructor takes `LearnerSettings`. The host makes all calls on one thread, in order. Rows
 arrive with their advantages: a backend knows neither rewards nor groups nor the journal.
 
 This module imports no torch.
@@ -38,7 +38,7 @@ step."""
 
 RETURNS = "returns"
 KEEP = "keep"
-"""Names of values that come with the scores in training: critic targets, and which tokens the batch masks keep."""
+"""Names of the other values passed to training: critic targets, and which tokens the batch masks keep."""
 
 Extras = Mapping[str, Floats]
 """Additional values of a row by name, one per trained token."""
@@ -53,7 +53,7 @@ class NotFinite(OutpaceError):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """What `LearnerHost` and its backend are built from.
+    """Constructor argument of `LearnerHost` and its backend.
 
     - `config`: resolved
     - `read_group`: fetches a finished group, from wherever the workers put it
@@ -84,7 +84,7 @@ class LearnerBackend(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Do in advance what would make the first batch slow. Called once, while the engines sample that batch."""
+        """Do one-time work that would slow down the first batch. Called once, while the engines sample that batch."""
         ...
 
     def score(self, rows: Sequence[Row]) -> list[dict[str, Floats]]:
@@ -93,12 +93,12 @@ class LearnerBackend(Protocol):
         ...
 
     def accumulate(self, rows: Sequence[Row], extras: Sequence[Extras] = (), replayed: bool = False) -> ChunkReport:
-        """Add the gradient of these rows to the next update. `extras` is empty or has one entry per row. Refuses rows
-        without advantages, as `check_rows` does."""
+        """Add the gradient of these rows to the next update. `extras` is empty or has one entry per row. Raises
+        `ValueError` for rows without advantages, as `check_rows` does."""
         ...
 
     def update(self) -> None:
-        """Normalize what was accumulated since the last update and take one optimizer step."""
+        """Normalize the gradients accumulated since the last update and take one optimizer step."""
         ...
 
     def finish_step(self) -> StepReport:
@@ -107,7 +107,7 @@ class LearnerBackend(Protocol):
         ...
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated since the last update."""
+        """Discard the gradients accumulated since the last update."""
         ...
 
     def weights(self) -> dict[str, Tensor]:
@@ -117,11 +117,11 @@ class LearnerBackend(Protocol):
 
     @property
     def published_adapter(self) -> LoraAdapter | None:
-        """The adapter that `weights` belong to; None: they are a whole model."""
+        """The adapter whose tensors `weights` returns; None: it returns a whole model."""
         ...
 
     def copy_state(self) -> WriteState:
-        """Copy everything that `load_state` needs. The result is called on another thread, while training continues."""
+        """Copy everything that `load_state` needs. The result is called on another thread while training continues."""
         ...
 
     def load_state(self, directory: Path) -> Version:

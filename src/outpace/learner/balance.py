@@ -1,4 +1,4 @@
-"""Share of each rank in the rows of a chunk, so that all ranks compute for about as long.
+"""Distribute the rows of a chunk over the ranks so that all ranks compute for about the same time.
 
     rows ─▶ units: rows that share their prompt ─▶ longest unit first, onto the least loaded rank ─▶ splits
 
@@ -32,13 +32,13 @@ HIDDEN_SIZE = 2048
 """Width of a decoder of about a billion parameters."""
 
 TOLERANCE = 1.05
-"""Most work of a rank, relative to the mean, for which no unit is split."""
+"""Units are split only if the busiest rank has more work than this, relative to the mean."""
 
 MIN_GAIN = 0.01
-"""How much less work the busiest rank must have for a split to be worth it: the others compute the prompt once more."""
+"""Fraction by which splits must lower the work of the busiest rank. Each split computes a prompt once more."""
 
 PATIENCE = 8
-"""Stop after so many splits that gained less."""
+"""Stop after this many consecutive splits without such a gain."""
 
 
 def share_rows(
@@ -59,7 +59,7 @@ def estimated_work(rows: Sequence[Row], tokens_per_pass: int, hidden_size: int =
 
 @dataclass(frozen=True)
 class _Item:
-    """A row. Its work does not include that of its prompt."""
+    """A row. `work` excludes its prompt."""
 
     index: int
     tokens: int  # after the prompt
@@ -86,7 +86,7 @@ class _Unit:
         return _Unit(tuple(sorted(items, key=lambda item: item.index)), self.prompt, self.prompt_work)
 
     def halves(self) -> tuple[_Unit, _Unit]:
-        """Split in two of about the same work. Both have the prompt."""
+        """Split into two units of about equal work. Both include the prompt."""
         first, second = _longest_first(self.items, 2)
         return self.with_items(first), self.with_items(second)
 
@@ -137,7 +137,7 @@ def _balanced(units: list[_Unit], ranks: int) -> list[list[_Unit]]:
         splittable = [unit for unit in busiest if len(unit.items) > 1]  # longest first
         if not splittable:
             break
-        # The largest may be too much for any rank; the smallest may be what is too much here.
+        # The largest may exceed any rank's share; the smallest may be what overloads this rank.
         candidates = [_with_split(units, unit) for unit in dict.fromkeys((splittable[0], splittable[-1]))]
         options = [(_longest_first(candidate, ranks), candidate) for candidate in candidates]
         shares, units = min(options, key=lambda option: sorted(map(_load, option[0]), reverse=True))
@@ -149,7 +149,7 @@ def _balanced(units: list[_Unit], ranks: int) -> list[list[_Unit]]:
 
 
 def _is_balanced(shares: list[list[_Unit]]) -> bool:
-    """Whether splitting cannot help much: a rank has at least its longest row to compute."""
+    """Whether further splits would gain little. No split lowers the work of a rank below its longest row."""
     mean = sum(map(_load, shares)) / len(shares)
     longest = max(
         (unit.prompt_work + item.work for share in shares for unit in share for item in unit.items), default=0

@@ -73,8 +73,8 @@ class TrainingExample:
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Returns of a group's attempts and, per row with one value per trained token, advantages and critic targets (empty
-    without a critic)."""
+    """Returns of a group's attempts. `advantages` and critic `targets` have one array per row with one value per
+    trained token; targets are empty without a critic."""
 
     returns: Doubles
     advantages: list[Doubles]
@@ -95,8 +95,8 @@ class AdvantagePipeline:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether tokens need scores from the weights at the start of the step. With a single update the current
-        logprobs are the same."""
+        """Whether tokens must be scored with the weights at the start of the step. With a single update, the logprobs
+        of the training pass are the same."""
         algorithm, policy_loss = self._config.algorithm, self._config.policy_loss
         several = algorithm.minibatches * algorithm.epochs_per_batch > 1
         ratio = configured_policy_loss(policy_loss).registration.ratio

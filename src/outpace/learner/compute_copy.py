@@ -1,4 +1,4 @@
-"""ComputeCopy: a model whose matrices are bfloat16, for forward and backward, beside the float32 model that is trained.
+"""ComputeCopy: a copy of the model with bfloat16 matrices for forward and backward, beside the trained float32 model.
 
 Casting the weights in every pass, as autocast does, reads and writes all of them for each pass. The copy is cast once
 per update. Gradients of each pass are added to those of the float32 model, so they are summed in float32.
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 
 class ComputeCopy:
-    """Implements the compute side of a model in `dtype`. `model` has the same modules as the original."""
+    """Holds `model`, a copy of the original with matrices in `dtype` and the same modules."""
 
     def __init__(self, original: PreTrainedModel, dtype: torch.dtype) -> None:
         kept = {id(parameter) for parameter in _kept(original)}

@@ -7,8 +7,8 @@ rounding. With the same chunks in the same order and the same thread count it is
     accumulate* ─▶ update ─▶ finish_step        one update per batch: groups are trained as they arrive
     (accumulate* ─▶ update)* ─▶ finish_step     several updates: the whole batch is collected first (`BatchLearner`)
 
-Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are those of the adapter,
-and the model's own stay frozen: matrices that were loaded in the dtype of matrix products stay in it.
+Parameters are float32, independent of the dtype of matrix products. With LoRA, `parameters` are the adapter's. The
+model's own parameters stay frozen, and matrices that were loaded in the dtype of matrix products keep it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ class LearnerCore:
         ranks: Ranks | None = None,
         reference: ShardedModel | None = None,
     ) -> None:
-        """`config` must be resolved. `dtype` is that of matrix products and published weights, by default that of the
-        config. Trained parameters, gradients and optimizer state are always float32 (float64 is for tests). With
-        `ranks`, every rank makes the same calls with the same rows, and the model is sharded over them, here unless it
-        already is. In that case `reference` is a second one, if the algorithm needs it."""
+        """`config` must be resolved. `dtype` is the dtype of matrix products and published weights, by default
+        `model.dtype`. Trained parameters, gradients and optimizer state are always float32 (float64 is for tests).
+        With `ranks`, every rank makes the same calls with the same rows. The constructor shards the model over them
+        unless it is a `ShardedModel` already; then `reference` is a second one, if the algorithm needs it."""
         self.config = config
         self.ranks = ranks
         root = model if isinstance(model, ShardedModel) else None
@@ -138,7 +138,7 @@ class LearnerCore:
         self._seconds = 0.0
 
     def warm_up(self) -> None:
-        """Compile what large and small passes need, instead of in the first of them."""
+        """Compile for large and small passes in advance, so that the first passes do not have to."""
         for tokens in (self.config.learner.resolved_tokens_per_pass, SMALL_PASS):
             self._forward.warm_up(tokens)
 
@@ -164,12 +164,12 @@ class LearnerCore:
         )
 
     def passes(self, rows: Sequence[Row], extras: Sequence[Extras] = ()) -> list[tuple[list[int], PackedBatch]]:
-        """Return this rank's passes, each with the indices of its rows. All ranks have equally many, the longest first,
-        because in each pass they wait for one another."""
+        """Return this rank's passes, each with the indices of its rows. All ranks have the same number, longest first,
+        because they wait for one another in each pass."""
         limit, shortest = self.config.learner.resolved_tokens_per_pass, self._forward.min_shared
         own: Sequence[int] = range(len(rows))
         if self.ranks is not None:
-            check_rows(rows)  # all ranks refuse the same rows, instead of waiting for the one that does
+            check_rows(rows)  # raise on all ranks, or the others would wait for the one that raised
             own = share_rows(rows, self.ranks.size, limit, _width(self.model))[self.ranks.rank]
         chosen = [extras[index] for index in own] if extras else ()
         batches = pack([rows[index] for index in own], limit, chosen, shortest)
@@ -243,7 +243,7 @@ class LearnerCore:
     # --------------------------------------------------------------------------------------------------- updates
 
     def update(self) -> None:
-        """Normalize what was accumulated since the last update and take one optimizer step. The step is skipped if loss
+        """Normalize the gradients accumulated since the last update and take one optimizer step. Skip the step if loss
         or gradient norm is not finite."""
         started = time.perf_counter()
         totals, self._accumulated = self._accumulated, StepTotals()

@@ -6,8 +6,8 @@ Two implementations with the same result:
 - padded: length-bucketed right-padded batches through the model's own forward. For all other models.
 
 The choice does not depend on the model's name. `choose_forward` runs three short rows, two of which share a prefix,
-through both and selects packed only if the logprobs match and those of the other rows do not change with the first. A
-model that leaks between rows does not pass.
+through both. It selects packed only if the logprobs match, and if changing the first row does not change the logprobs
+of the others, so a model that leaks between rows is padded.
 
 On a GPU the layers of a packed model are compiled, once for all layers and all lengths, by `warm_up` or by the first
 pass.
@@ -60,12 +60,12 @@ class ForwardOptions:
 
 class Forward(Protocol):
     min_shared: int | None
-    """Argument of `pack`: the shortest common part of rows that is worth sharing; None: share nothing."""
+    """Argument of `pack`: the shortest common part of rows that is shared; None shares nothing."""
 
     def __call__(self, packed: PackedBatch) -> ForwardOutputs: ...
 
     def warm_up(self, tokens: int) -> None:
-        """Compile what passes of about this many tokens need. The first pass does so too."""
+        """Compile for passes of about this many tokens. Otherwise the first pass does."""
         ...
 
 
@@ -73,10 +73,10 @@ PROBE_TOLERANCE = 1e-3
 """Packed and padded float32 logprobs differ by about 1e-5 from rounding, by about 1 from a leak."""
 
 LEAK_TOLERANCE = 1e-5
-"""How much a row's logprobs may change with its neighbor: at most by rounding."""
+"""Largest change of a row's logprobs when its neighbor changes: rounding only."""
 
 PROBE_LENGTHS = (7, 12, 23)
-"""Trained tokens of the rows that the forward passes are compared on. The last two share a prefix of twelve."""
+"""Trained tokens of each row used to compare the forward passes. The last two rows share a prefix of twelve."""
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
@@ -109,7 +109,7 @@ class PackedForward:
                 segments=plan_attention(packed, device, options.dtype),
             ).last_hidden_state[0]
         sources, targets, index_N = packed.sources_N, packed.targets_N, None
-        if self.min_shared == 1:  # many attempts begin or are the same
+        if self.min_shared == 1:  # many attempts are identical or begin the same
             sources, targets, index_N = _distinct_predictions(packed, self._head.out_features)
         hidden = hidden_TD.index_select(0, _on_device(sources, device)).to(options.dtype)
         logp, entropy = token_logprobs(
@@ -129,8 +129,8 @@ class PackedForward:
 
     @torch.enable_grad()
     def warm_up(self, tokens: int) -> None:
-        """Torch compiles for large and for small passes separately. A model that cannot be compiled runs as it is,
-        unless it is sharded."""
+        """Compile the layers. Torch compiles for large and for small passes separately. A model that cannot be compiled
+        runs uncompiled; a sharded one fails in its first pass."""
         if not self._options.compiled:
             return
         layers = getattr(self._decoder, "layers", None)
@@ -168,7 +168,7 @@ def _compile_sharded(layer: nn.Module) -> None:
 
 
 def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, Longs, Longs]:
-    """Return sources and targets of the distinct predictions, and which of them each trained token is."""
+    """Return sources and targets of the distinct predictions, and the index of each trained token's prediction."""
     if np.any((packed.targets_N < 0) | (packed.targets_N >= vocabulary)):
         raise IndexError(f"a trained token is not in the vocabulary of {vocabulary} tokens")
     keys, index_N = np.unique(packed.sources_N * vocabulary + packed.targets_N, return_inverse=True)
@@ -178,7 +178,7 @@ def _distinct_predictions(packed: PackedBatch, vocabulary: int) -> tuple[Longs, 
 
 class PaddedForward:
     """Runs every segment with its whole context as one padded row. A sharded model runs once per pass, because all
-    ranks must run it equally often."""
+    ranks must run it the same number of times."""
 
     min_shared: int | None = None
 
@@ -220,8 +220,8 @@ class PaddedForward:
 
 
 def _padded_rows(packed: PackedBatch, one_bucket: bool) -> list[tuple[Longs, Longs, Longs, Longs]]:
-    """Return buckets of padded rows, one per segment: tokens, lengths, and for each trained token that is predicted in
-    this bucket its place in the flattened bucket and its index in N."""
+    """Return buckets of padded rows, one row per segment. A bucket has tokens, lengths and, for each trained token
+    predicted in it, the token's place in the flattened bucket and its index in N."""
     lengths = np.diff(packed.cu_context_S1)
     widths = np.array([bucket_width(int(lengths.max() if one_bucket else length)) for length in lengths])
     segment_N = np.searchsorted(packed.cu_seqlens_S1, packed.sources_N, side="right") - 1
@@ -272,7 +272,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def _on_device(values: np.ndarray[Any, np.dtype[Any]], device: torch.device) -> Tensor:
-    """Copy to the device, from pinned memory where that lets the copy run beside the host."""
+    """Copy to the device. Copies to a GPU are asynchronous, from pinned memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -285,8 +285,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 def choose_forward(
     model: PreTrainedModel, options: ForwardOptions, probe: Callable[[], PreTrainedModel] | None = None
 ) -> Forward:
-    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `probe` returns a model of
-    the same kind in float32 to compare them on; by default it is the model itself."""
+    """Return the packed forward if it reproduces this model's logprobs, else the padded one. `probe` returns a
+    float32 model of the same kind for the comparison, by default the model itself."""
     probed, own_attention = model, model.config._attn_implementation
     try:
         probed = model if probe is None else probe()
@@ -302,8 +302,8 @@ def choose_forward(
 def matching_forward(
     chosen: Forward, model: PreTrainedModel, options: ForwardOptions, root: Any | None = None
 ) -> Forward:
-    """Return a forward for `model` of the same kind (packed or padded) as `chosen`, with other options. `root` is that
-    of a sharded model; None: that of `chosen`."""
+    """Return a forward for `model` of the same kind (packed or padded) as `chosen`, with other options. `root`: the
+    root of a sharded model; None: the root of `chosen`."""
     if isinstance(chosen, ShardedForward):
         return ShardedForward(matching_forward(chosen.inner, model, options), root or chosen.root)
     return PackedForward(model, options) if isinstance(chosen, PackedForward) else PaddedForward(model, options)

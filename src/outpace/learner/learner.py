@@ -1,7 +1,7 @@
 """LearnerHost: the learner as a component, implementing `outpace.protocols.Learner` around a `LearnerBackend`.
 
-It owns all that backends have in common: reading groups, collecting batches, advantages, snapshots, checkpoints and bad
-steps.
+It owns everything that backends have in common: reading groups, collecting batches, advantages, snapshots, checkpoints
+and bad steps.
 
 All compute runs on one dedicated thread, strictly in call order. Publishing blocks that thread only for the copy into
 shared memory, saving only for the copy of the state. Checksums and files are made on other threads while the next chunk
@@ -87,7 +87,7 @@ class BadStepRecorder:
         return f"the groups of these steps are in {self._folder}" if self._steps else ""
 
     def save(self, step: int, places: Sequence[JournalLocation]) -> bool:
-        """Write the groups of `step`. Return whether that was done."""
+        """Write the groups of `step`. Return whether they were written."""
         if self._remaining == 0 or self._folder is None:
             return False
         self._remaining -= 1
@@ -151,7 +151,7 @@ def build_snapshot_writer(
     config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
 ) -> WeightWriter[Any]:
     """Return a writer into GPU memory (CUDA IPC), shared memory or, for ranks on several machines, files on disk.
-    `device` has the weights, sharded over `ranks`.
+    `device` holds the weights, which are sharded over `ranks`.
 
     Adapters and deltas are read from files, so they always use shared memory."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -200,7 +200,7 @@ class LearnerHost(Generic[B]):
     async def publish(self, leased: list[Version]) -> Manifest:
         draft, merged_s = await self._on_compute_thread(self._copy, leased)
         if not self._warm:
-            self._compute.submit(self.backend.warm_up)  # errors are dropped: the first chunk shows those that matter
+            self._compute.submit(self.backend.warm_up)  # ignores errors: the first chunk raises those that matter
             self._warm = True
         manifest = await asyncio.get_running_loop().run_in_executor(self._sealing, self._seal, draft, merged_s)
         self._sealing.submit(self._writer.preallocate, leased)  # an error here is reported by the next copy
@@ -321,7 +321,7 @@ class LearnerHost(Generic[B]):
     # ------------------------------------------------------------------------------------------------------- state
 
     def _copy_state(self, version: Version) -> WriteState | None:
-        """Copy the state and return what writes it, None if the learner is past `version`."""
+        """Copy the state and return a function that writes it; None if the learner is past `version`."""
         if self.backend.version != version:
             return None
         started = time.perf_counter()

@@ -22,7 +22,7 @@ STALENESS_SUMS = ("weight", "weight_sq", "kl", "kl_fresh", "tokens_fresh", *RATI
 """Sums about off-policyness: over fresh (not replayed) groups, before the first update of the step. Replayed groups are
 older on purpose, and later updates would measure a distance that the step itself created.
 
-All other sums, such as masked or clipped tokens, are over fresh groups in every update."""
+Sums in neither list, such as masked or clipped tokens, are over fresh groups in every update."""
 
 MEASURED_TOKENS = "measured"
 """Number of tokens in the `STALENESS_SUMS` sums."""
@@ -44,7 +44,7 @@ class StepTotals:
     def from_pass(
         cls, packed: PackedBatch, gradient: LossGradient, version: Version, replayed: bool, before_first_update: bool
     ) -> StepTotals:
-        """Return the totals of one pass. `untouched`: before the first update of the step."""
+        """Return the totals of one pass. `before_first_update`: the step has made no update yet."""
         tokens, measured = len(packed.targets_N), before_first_update and not replayed
         scalars = read_scalars({"loss": gradient.loss_sum, **gradient.sums, **gradient.maxima})
         lags = Counter((version - packed.versions_N).tolist())
@@ -97,7 +97,7 @@ def totals_from(parts: TotalsParts) -> StepTotals:
 
 
 def step_metrics(step: StepTotals, engine_kl: float, passes: int = 1) -> dict[str, float]:
-    """Return means and fractions over the tokens of a step. All are finite, also for a step without tokens."""
+    """Return means and fractions over the tokens of a step. All are finite, even for a step without tokens."""
     own, measured = sum(step.lag_counts.values()), int(step.sums[MEASURED_TOKENS])
     over = dict.fromkeys(LOSS_SUMS, step.tokens) | dict.fromkeys(STALENESS_SUMS, measured)
     mean = {name: value / max(1, over.get(name, own)) for name, value in step.sums.items()}

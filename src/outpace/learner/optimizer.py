@@ -35,7 +35,7 @@ def make_optimizer(policy: Parameters, critic: Parameters, config: Config) -> to
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the settings of an AdamW object. Its parameters are not used: those of the model are trained."""
+    """Return the settings of an AdamW object. Its own parameters are ignored; the model's are trained."""
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.AdamW) or optimizer.defaults["eps"] != 1e-8:

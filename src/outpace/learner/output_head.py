@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 LOGITS_PER_SLICE = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Logits in memory at once: 64 MiB in float32 on a CPU, larger matrix products on a GPU. `outpace.hardware.memory`
-knows them too."""
+has the same values and must be kept in sync."""
 
 
 def token_logprobs(
@@ -35,7 +35,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target and the entropy of its distribution, the latter without gradient unless
+    """Return the logprob of each target and the entropy of its distribution. The entropy has a gradient only with
     `entropy_gradient`."""
     scale = _logit_scale(temperature)
     results: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]

@@ -1,14 +1,14 @@
 """Packing rows of different lengths into passes, without padding and with common prefixes computed once.
 
 The attempts of a group begin with the same prompt, the turns of an episode with the same history. Rows of a pass are
-merged into a tree of segments: tokens with the same history are one token of the pass, in forward and in backward.
+merged into a tree of segments: equal tokens with the same history are computed once, in forward and in backward.
 
     rows      p p p a a a a        segments   p p p ─┬─ a a a a
               p p p b b                              ├─ b b
               p p p b b c c                          │   └─ c c
                                                      …
-A segment attends to its context: the segments before it on the way from the root, and itself, causally. That is what
-its tokens would see in their own rows, so logprobs and gradients are those of separate rows, up to rounding.
+A segment attends to its context: the segments before it on the way from the root, and itself, causally. Its tokens
+see exactly what they would see in separate rows, so logprobs and gradients are the same up to rounding.
 
 Invariants
 - The packing depends only on the rows in their given order and on `tokens_per_pass`.
@@ -33,11 +33,11 @@ from outpace.types import Floats, Ints, Row
 Longs = NDArray[np.int64]
 
 MIN_SHARED = 8
-"""Shortest prefix that is shared where every segment is attended alone: a segment then costs about as much as the
-computation of so many tokens. Everywhere, rows have a common root only if they share so many tokens."""
+"""Shortest prefix that is shared if every segment is attended alone (flash attention): an additional segment then costs
+about as much as computing this many tokens. In all cases, rows share a root only if this many first tokens match."""
 
 CONTEXT_PER_SHARED_TOKEN = 32
-"""Tokens of context for each of which one more token must be shared: every segment copies the keys of its context."""
+"""A split must share one token per this many tokens before it, because every segment copies its context's keys."""
 
 _NO_EXTRAS: Extras = {}
 
@@ -83,8 +83,8 @@ def pack(
 ) -> list[PackedBatch]:
     """Fill passes greedily in row order. Rows without trained tokens are left out.
 
-    `extras` is empty or has one entry per row, all with the same names. `min_shared` is the number of tokens with which
-    a branch of the tree begins to be shared, None if nothing is."""
+    `extras` is empty or has one entry per row, all with the same names. `min_shared` is the minimum
+    number of common tokens for rows to share a branch of the tree; None shares nothing."""
     check_rows(rows)
     extras = extras or [_NO_EXTRAS] * len(rows)
     passes = _passes(zip(rows, extras, strict=True), tokens_per_pass, min_shared)
@@ -93,7 +93,7 @@ def pack(
 
 @dataclass(eq=False)
 class _Segment:
-    """A run of tokens with the same history: that of `parent`, then the parent itself. `children` are found by their
+    """A run of tokens with the same history: the history of `parent`, then its tokens. `children` are keyed by their
     first `key_length` tokens."""
 
     tokens: Ints
@@ -103,7 +103,7 @@ class _Segment:
     children: dict[bytes, _Segment] = field(default_factory=dict)
 
     def key(self, tokens: Ints) -> bytes | None:
-        """Return the key of a child that begins with `tokens`, None if they are too few."""
+        """Return the key of a child that begins with `tokens`, None if there are too few tokens."""
         return tokens[: self.key_length].tobytes() if len(tokens) >= self.key_length else None
 
 
@@ -122,7 +122,7 @@ class _PrefixTree:
         self._rows: dict[bytes, _Segment] = {}  # the last segment of every row
 
     def insert(self, tokens: Ints, limit: int) -> _Segment | None:
-        """Add a row. Return the segment that it ends with, or None if the tree would exceed `limit` tokens."""
+        """Add a row. Return its last segment, or None if the tree would exceed `limit` tokens."""
         if self._min_shared is None:
             return self._append(self._root, tokens, 0, limit)
         whole = tokens.tobytes()
@@ -149,7 +149,7 @@ class _PrefixTree:
         return leaf
 
     def _match(self, tokens: Ints) -> tuple[_Segment, int]:
-        """Return the last segment on the way of these tokens, and how many of its tokens are theirs."""
+        """Return the deepest segment that these tokens reach, and how many tokens of that segment match."""
         segment, end = self._root, 0
         while (key := segment.key(rest := tokens[end:])) is not None and (child := segment.children.get(key)):
             common = _common_prefix(child.tokens, rest)
@@ -160,7 +160,7 @@ class _PrefixTree:
         return segment, len(segment.tokens)
 
     def _split(self, segment: _Segment, at: int) -> _Segment:
-        """Split a segment in two, the second of which keeps its identity. Return the first."""
+        """Split a segment in two and return the first part. `segment` becomes the second part."""
         parent = segment.parent
         assert parent is not None
         key = parent.key(segment.tokens)

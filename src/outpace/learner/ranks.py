@@ -1,8 +1,8 @@
 """Ranks: the processes of a sharded learner, and what they exchange besides the model's own tensors.
 
 All ranks make the same calls in the same order (`LearnerHost` gets every call of the controller on every rank), so each
-of these functions is a collective: it returns when all ranks have called it. A rank that does not arrive within the
-timeout, or whose process has ended, is an error on all others.
+of these functions is a collective: it returns when all ranks have called it. If a rank does not arrive within
+the timeout, or its process has ended, all others raise `CollectiveFailed`.
 
 Messages are bytes. They travel over gloo, on GPU machines too, so a rank can wait for the others without using its GPU.
 """
@@ -35,9 +35,9 @@ Array = NDArray[Any]
 class RankSettings:
     """One rank of a learner.
 
-    - `rendezvous`: file through which the ranks find each other on one machine. Under torchrun only its name is used
-    - `logs`: directory for the last collective calls if one fails; None: they are not kept
-    - `torchrun`: whose store the ranks find each other through; None: torchrun has not started them"""
+    - `rendezvous`: file through which ranks on one machine find each other. Under torchrun only its name is used
+    - `logs`: directory for a record of the last collective calls, written if one fails; None: not written
+    - `torchrun`: environment whose store serves as rendezvous; None: not started by torchrun"""
 
     rank: int
     size: int
@@ -71,7 +71,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which does what must be done once."""
+        """Whether this is rank 0, which does the work that must be done once."""
         return self.rank == 0
 
     def largest(self, value: int) -> int:
@@ -112,7 +112,7 @@ class Ranks:
         dist.all_reduce(tensor)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         self.largest(0)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Ranks:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Raise `CollectiveFailed` for what torch raises if another rank is gone or late."""
+        """Convert torch's errors for a lost or late rank to `CollectiveFailed`."""
         try:
             yield
         except dist.DistError as error:
@@ -148,8 +148,8 @@ class Ranks:
 
 
 def _store(settings: RankSettings) -> Store:
-    """Return the store through which the ranks find each other: a file, or that of torchrun, under a prefix of this
-    start of the run."""
+    """Return the store through which the ranks find each other: a file, or torchrun's store under a prefix
+    unique to this start of the run."""
     if settings.torchrun is None:
         return FileStore(str(settings.rendezvous), settings.size)
     timeout = timedelta(seconds=settings.timeout_s)

@@ -1,4 +1,4 @@
-"""The reference policy of the KL term: the initial policy, or a later one updated every `kl.sync_every` steps."""
+"""The reference policy of the KL term: the initial policy, or the policy copied every `kl.sync_every` steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class CopiedReference:
 
 
 class AdapterReference:
-    """The policy's own model with its adapter disabled or, after `refresh`, with the adapter of that time. The model is
+    """The policy's own model with its adapter disabled or, after `refresh`, with the adapter copied then. The model is
     switched for one pass and restored afterwards."""
 
     def __init__(self, adapters: LoraAdapters, forward: Forward) -> None:

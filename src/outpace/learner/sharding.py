@@ -5,8 +5,8 @@
                                      └ root: the rest         embeddings, last norm, output head: gathered for the pass
 
 Weights, gradients and optimizer state are float32 and sharded. A layer is gathered in the dtype of the matrix
-products. Its gradients are added up in float32 over the ranks after each backward pass, without dividing by their
-number: the loss is a sum over the tokens of all ranks, which `LearnerCore.update` divides once.
+products. Its gradients are summed over the ranks in float32 after each backward pass, not averaged: the loss is a sum
+over the tokens of all ranks, which `LearnerCore.update` divides once.
 
 Every rank must run the same passes in the same order. Ranks without rows run `idle_batch`, with zero as gradient.
 """
@@ -32,7 +32,7 @@ from outpace.models.loading import decoder_layers
 T = TypeVar("T")
 
 PROBE_VOCABULARY = 64
-"""Tokens of the model that `probe_model` makes."""
+"""Vocabulary size of the model that `probe_model` makes."""
 
 
 class ShardedModel(nn.Module):
@@ -52,8 +52,8 @@ class ShardedModel(nn.Module):
         return result
 
     def free_gathered(self) -> None:
-        """Free gathered weights that are left of a pass without a backward pass, and the order of its layers, which
-        FSDP2 keeps for the backward pass. Torch has no public function for the latter."""
+        """Free the weights that a pass without backward left gathered, and clear the order of its layers, which FSDP2
+        records for the backward pass. Torch has no public function for the latter."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -65,7 +65,7 @@ class ShardedModel(nn.Module):
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, settings: LearnerConfig, dtype: torch.dtype) -> ShardedModel:
-    """Shard a model in place. `dtype` is that of matrix products. Parameters on the meta device stay there."""
+    """Shard a model in place. `dtype` is the dtype of matrix products. Parameters on the meta device stay there."""
     offload = CPUOffloadPolicy() if settings.offload and ranks.mesh.device_type == "cuda" else OffloadPolicy()
     in_layers = MixedPrecisionPolicy(
         param_dtype=dtype if dtype == torch.bfloat16 else None,
@@ -90,7 +90,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, settings: LearnerConfig, dtype: 
 
 
 def idle_batch() -> PackedBatch:
-    """Return the shortest batch that runs every part of the model. It has no rows: nothing of it is counted."""
+    """Return the shortest batch that runs every part of the model. It has no rows, so no total counts it."""
     one, places = np.zeros(1, dtype=np.float32), np.zeros(1, dtype=np.int64)
     bounds = np.array([0, 2])
     return PackedBatch(

@@ -3,9 +3,9 @@
     copy (on the training thread) ─▶ write (on any other thread) ─▶ directory, created and committed by the caller
 
 Invariants
-- A directory is only a valid state with all its files.
-- `restore` is exact: training on from it is bit-identical to never having stopped. That includes the random state of
-  torch, numpy and Python.
+- A directory is a valid state only if all its files are present.
+- `restore` is exact: training that continues from it is bit-identical to training without a stop. That includes the
+  random state of torch, numpy and Python.
 - A copy is never modified between `make` and `release`. Its memory is reused for the next copy, because allocating new
   memory (a page fault per 4 KiB) costs more than copying. There is more than one copy only while several are written.
 - Tensors that never change during the run are not copied.
@@ -49,9 +49,9 @@ Slices = dict[str, TensorSlice]
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A copy of the state at one version: of this rank's part, if the model is sharded. `small_files` holds the files
-    without tensors. `first`: of the rank that also writes what is not sharded. `several_machines`: they write the files
-    together."""
+    """A copy of the state at one version; of this rank's part, if the model is sharded. `small_files` holds the files
+    without tensors. `first`: this rank also writes what is not sharded. `several_machines`: ranks on several machines
+    write the same files."""
 
     copied: dict[str, Slices]
     constant: dict[str, Slices]
@@ -139,8 +139,8 @@ def write_slices(
     """Write this process's part of a new safetensors file, synced to disk on return. All ranks may write at the same
     time; the `first` also writes the header and what is not sharded.
 
-    `several_machines`: with O_DSYNC an NFS client writes no more than it was given. Otherwise it may write whole pages,
-    with zeros in place of the rows of ranks on other machines."""
+    `several_machines`: open with O_DSYNC, so that an NFS client writes exactly the given bytes. Otherwise it may write
+    whole pages and overwrite the rows of ranks on other machines with zeros."""
     specs = [
         TensorSpec(name, str(each.local.dtype).removeprefix("torch."), list(each.shape), 0, _bytes_of(each), crc32=0)
         for name, each in slices.items()
@@ -151,7 +151,7 @@ def write_slices(
     try:
         if first:
             _write_at(descriptor, memoryview(header), 0)
-            if path.is_file():  # an earlier, longer file must not leave its end
+            if path.is_file():  # cut off the end of an earlier, longer file
                 os.ftruncate(descriptor, len(header) + sum(spec.nbytes for spec in specs))
         position = len(header)
         for spec in safetensors_order(specs):
@@ -226,7 +226,7 @@ def save(core: LearnerCore, directory: str | Path) -> None:
 
 
 def copy(core: LearnerCore, copies: StateCopies) -> StateCopy:
-    """Copy the current state. Weights must not change during this call only."""
+    """Copy the current state. Weights must not change until this call returns."""
     frozen = core.adapters.base_checksum if core.adapters else 0
     counters = Counters(core.version, core.tokens, core.bad_steps, core.engine_kl, frozen)
     small_files = {
@@ -322,8 +322,7 @@ def restore(core: LearnerCore, directory: str | Path) -> Version:
 
 
 def _weights_file(core: LearnerCore, directory: Path) -> Path:
-    """Return the weights file. Raises `CorruptData` if one of saved state and learner uses LoRA and the other does
-    not."""
+    """Return the weights file. Raises `CorruptData` if only one of the saved state and the learner uses LoRA."""
     file = directory / (MODEL_FILE if core.adapters is None else ADAPTER_WEIGHTS)
     if core.adapters is None and (directory / ADAPTER_WEIGHTS).exists():
         raise CorruptData(f"the checkpoint was saved with LoRA; set lora.rank = {_saved_adapter(directory).rank}")

@@ -92,9 +92,9 @@ class _Loaded(NamedTuple):
 
 
 def _load_in_place(settings: LearnerSettings) -> _Loaded | None:
-    """Read the model from its files into the memory that training uses: this rank's part, and frozen weights in their
-    own dtype. None: transformers loads the whole model in float32, because it is trained on one device or because
-    transformers has to convert the checkpoint."""
+    """Load the model from its files directly into the memory that training uses: only this rank's part, and frozen
+    matrices in `model.dtype` if the files have it. Returns None if transformers must load the whole model in float32
+    instead: for full fine-tuning on one device, or because transformers has to convert the checkpoint."""
     config, ranks = settings.config, settings.ranks
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     if ranks is None and config.lora.adapter is None:

@@ -1,13 +1,13 @@
 """Opening tokens of tool calls, for answers that must call a function.
 
-The opening is taken from the model's own chat format: short conversations that end with a call are rendered and
-compared. So it consists of the tokens that the model itself would use.
+Short conversations that end with a call are rendered in the model's own chat format and compared. The opening therefore
+consists of the tokens that the model itself would use.
 
     prompt │ <tool_call>{"name": " │ add │ ", │ "arguments": {…
            └── several functions ──┘     │    │
            └────────── one function ─────┴────┘   the token after the name ends it
 
-A chat format that does not render calls, or does not parse them back, is refused.
+A chat format that does not render calls, or does not parse them back, raises `RequestFailed`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def call_opening(
     tools: Sequence[Schema],
     template_kwargs: TemplateKwargs = NO_KWARGS,
 ) -> list[int]:
-    """Return the tokens with which a call of one of these functions starts, including the name if there is only one.
+    """Return the opening tokens of a call of one of these functions, including the name if there is only one.
 
     Raises `RequestFailed` if the chat format does not show how a call starts."""
     prompt = chat_format.open([_QUESTION], tools, template_kwargs)

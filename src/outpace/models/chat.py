@@ -41,10 +41,10 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
 
 
 def text_decoder(tokenizer: Any, special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids: exactly, with special tokens, or without them and cleaned up if the
-    tokenizer does that.
+    """Return a function that decodes token ids: exactly with special tokens, or without them and with the tokenizer's
+    own cleanup.
 
-    Where transformers only wraps the tokenizer's library, it is called directly: the wrapper takes as long again."""
+    Where transformers only wraps the tokenizers library, calls the library directly, which takes half the time."""
     from transformers import PreTrainedTokenizerFast
 
     kind, fast, skip = type(tokenizer), PreTrainedTokenizerFast, not special_tokens
@@ -111,7 +111,7 @@ def bridge(
     history: the conversation before the first answer, with placeholders for earlier answers.
     answer: the first answer, as a message.
     new: the messages after it.
-    rendered: that of the bridge to the first answer, if any.
+    rendered: `Bridge.rendered` of the bridge to the first answer, if any.
 
     Returns None when the exact ids cannot be continued: the template renders earlier turns differently once `new`
     follows, or renders `new` differently because of the answer. Raises `RequestFailed` when the template does not
@@ -164,7 +164,7 @@ class _Template:
         return texts
 
     def check_kwargs(self) -> None:
-        """Refuse extra variables that would replace what the request itself gives to the template."""
+        """Reject extra variables that would override the template arguments of the request itself."""
         taken = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         if names := sorted(taken & self.kwargs.keys()):
             raise RequestFailed(f"chat_template_kwargs: {', '.join(names)} cannot be set here")
@@ -175,7 +175,7 @@ class _Template:
 
 
 MAX_FACTS = 4096
-"""Number of facts after which they are determined anew: extra variables may differ from request to request."""
+"""Facts are cleared at this number, because extra variables may differ from request to request."""
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,9 @@ class ParsedAnswer(msgspec.Struct, frozen=True):
 class AnsweredConversation:
     """A conversation up to an answer, as messages and as the ids that were used.
 
-    history: the messages before the answer, with placeholders for the policy's.
+    history: the messages before the answer, with placeholders for the policy's messages.
     answer_message: the answer as a message.
-    rendered: that of the bridge to the answer, if any.
+    rendered: `Bridge.rendered` of the bridge to the answer, if any.
     """
 
     history: Sequence[Message]
@@ -84,8 +84,8 @@ class ChatFormat(ABC):
         template_kwargs: TemplateKwargs = NO_KWARGS,
         generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the prompt ids of a conversation, or without `generation_prompt` those of one that ends with an
-        answer. Raises `BadInput` if the model cannot render it."""
+        """Return the prompt ids of a conversation. Without `generation_prompt`, the conversation ends with an answer.
+        Raises `BadInput` if the model cannot render it."""
 
     @abstractmethod
     def extend(
@@ -106,7 +106,7 @@ class ChatFormat(ABC):
         return str(self._tokenizer.decode(list(tokens))) if special_tokens else self._decode(tokens)
 
     def encode(self, text: str, opens: bool = False) -> list[int]:
-        """Return the ids of plain text. `opens`: with the special tokens that a text begins with."""
+        """Return the ids of plain text. `opens`: add the special tokens of a text's beginning."""
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=opens)]
 
 
@@ -187,7 +187,7 @@ log = logging.getLogger(__name__)
 
 
 def renderer_chat_format(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None) -> RendererChatFormat | None:
-    """Return the format of the family `wanted`, or of the family of the model's name, or None."""
+    """Return the format of the family `wanted`, by default of the model name's family; None if it has none."""
     from renderers import config_from_name, create_renderer
     from renderers.base import MODEL_RENDERER_MAP, RENDERER_REGISTRY
 
@@ -282,7 +282,7 @@ TEMPLATE = "template"
 
 
 def chat_format_for(tokenizer: Any, stop_ids: Sequence[int], wanted: str | None = None) -> ChatFormat:
-    """Return the chat format that `model.renderer` names; by default that of the model's family, or its template."""
+    """Return the chat format that `model.renderer` names; by default the model family's format, or its template."""
     template = TemplateChatFormat(tokenizer, stop_ids)
     if wanted == TEMPLATE or (wanted is None and not _may_be_a_hub_name(tokenizer)):
         return template

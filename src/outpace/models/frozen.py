@@ -1,4 +1,4 @@
-"""Messages that cannot be changed, so that what was recorded stays what was sent.
+"""Immutable messages, so that a recorded message always equals the one that was sent.
 
 freeze(messages)   an immutable copy, at every depth
 thaw(messages)     a copy of ordinary lists and dicts

@@ -51,7 +51,7 @@ LOADING: Final = threading.Lock()
 
 
 def check_model(path: str) -> None:
-    """Raise `BadInput` when `path` cannot be loaded, as far as that is visible without loading it."""
+    """Raise `BadInput` if `path` cannot be loaded, as far as this can be checked without loading it."""
     if path in BUILT_IN:
         _check_directory(_built_in_directory(path))
     elif path == SMOLLM2:
@@ -263,7 +263,7 @@ def _smollm2_gguf() -> Path:
 
 
 def _convert_smollm2() -> Path:
-    """Dequantize once into safetensors. Concurrent callers wait; the directory appears complete, by rename."""
+    """Dequantize once into safetensors. Concurrent callers wait. The complete directory is renamed into place."""
     target = _smollm2_directory()
     target.parent.mkdir(parents=True, exist_ok=True)
     with (target.parent / f".{SMOLLM2}.lock").open("w") as lock:
@@ -364,8 +364,8 @@ def call_at_every_layer(model: nn.Module, function: Callable[[], None]) -> None:
 def set_up_device(device: str | torch.device, memory: float = 1.0) -> None:
     """Configure the device of this process. Call it before anything is allocated there.
 
-    `memory` is the share of the GPU's memory that this process may use. Beyond it an allocation fails here, and not in
-    another process on the same GPU."""
+    `memory` is the share of the GPU's memory that this process may use. Beyond it, allocations fail in this process
+    instead of in another one on the same GPU."""
     import torch
 
     device = torch.device(device)

@@ -3,9 +3,9 @@
 Invariants
 - The model object stays the same: its layers are wrapped in place, so references to its modules stay valid.
 - Adapters are float32. Frozen matrices may be in the dtype of the matrix products: see `frozen_matrices`.
-- The first values of adapters depend on torch's seed only, not on the device or on how the model is sharded.
+- Initial adapter values depend on torch's seed only, not on the device or on how the model is sharded.
 - Only adapters are trained. The base weights never change, not even while merging.
-- An adapter starts at zero: before the first step the model's output is that of the base model.
+- An adapter starts at zero: before the first step the model's output equals the base model's.
 - Importing this module does not import torch: planning and export read adapter files only.
 
 `tensors` uses the names of a PEFT file, `merged` the model's own names.
@@ -51,12 +51,12 @@ class _AdapterConfig(msgspec.Struct):
 
 
 SUPPORTED: Final = {"r", "lora_alpha", "target_modules", "task_type", "base_model_name_or_path", "inference_mode"}
-"""Arguments of a `peft.LoraConfig` that have an effect here, or none anywhere."""
+"""Arguments of a `peft.LoraConfig` that outpace applies, and arguments that do not affect training."""
 
 
 def lora_settings(config: Any, model: Callable[[], Path]) -> dict[str, Any]:
-    """Return the settings of a `peft.LoraConfig`. `model` returns the directory of the model; it is called if the
-    default layers of its type are meant."""
+    """Return the settings of a `peft.LoraConfig`. `model` returns the directory of the model; it is called only
+    if `target_modules` is None, which stands for the default layers of the model's type."""
     found, initial = config.to_dict(), type(config)().to_dict()
     if found.get("peft_type") != "LORA":
         raise BadInput(f"peft_config: {type(config).__name__} is not supported; use LoraConfig")
@@ -189,7 +189,7 @@ class LoraAdapters:
             layer.enable_adapters(enabled)
 
     def _initialize(self) -> None:
-        """Draw the first values as peft does."""
+        """Draw the initial values as peft does."""
         import torch
         from torch import nn
 

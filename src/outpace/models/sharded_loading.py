@@ -2,12 +2,13 @@
 
     config ─▶ model on the meta device ─▶ buffers ─▶ adapters ─▶ shard(model) ─▶ empty parameters ─▶ rows of the files
 
-Every process reads the rows of each tensor that it owns, straight from the memory-mapped files. Its peak memory is its
-share of the parameters and the largest piece of a tensor that it reads.
+Every process reads its own rows of each tensor directly from the memory-mapped files. Its peak memory is its share of
+the parameters plus the largest piece of a tensor that it reads.
 
 Invariants
-- Parameters and buffers equal those of `load_model` in float32, also where transformers computes a buffer that no file
-  contains, such as the frequencies of rotary embeddings. With adapters, some frozen weights stay in a smaller dtype.
+- Parameters and buffers equal those of `load_model` in float32, including buffers that no file contains and that
+  transformers computes, such as the frequencies of rotary embeddings. With adapters, some frozen weights stay in a
+  smaller dtype.
 - Parameters that are tied in the config are one object before and after `shard`.
 - Whether a checkpoint can be loaded here depends on its files alone. `CheckpointMismatch` is raised before `shard` is
   called, so all processes fall back to loading the whole model together.
@@ -44,8 +45,8 @@ _RECOMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 class CheckpointMismatch(Exception):
-    """The names, shapes or types of the tensors in the files are not those of the model. transformers converts such
-    checkpoints, but only as a whole."""
+    """The tensors in the files differ from the model's in name, shape or type. transformers converts such checkpoints,
+    but only as a whole."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the values of a parameter or buffer are. Its module stays the same when adapters wrap it."""
+    """Where the values of a parameter or buffer are stored. `module` stays valid when adapters wrap it."""
 
     module: nn.Module
     attribute: str
@@ -82,12 +83,12 @@ def load_sharded_model(
 ) -> PreTrainedModel:
     """Load the causal LM at `path` in evaluation mode, in float32.
 
-    `shard` gets the model with its parameters on the meta device and replaces those to shard by DTensors, as
-    `fully_shard` does. Parameters that it leaves alone are loaded whole. `device` is that of the buffers and, if
-    `parameter_device` is None, of the parameters; with a `CPUOffloadPolicy`, `parameter_device` is "cpu".
+    `shard` gets the model with its parameters on the meta device and replaces the ones to shard with DTensors, as
+    `fully_shard` does. Other parameters are loaded whole. `device` holds the buffers and, if `parameter_device` is
+    None, the parameters; with a `CPUOffloadPolicy`, `parameter_device` is "cpu".
 
     With `adapter` the model has adapters, which `LoraAdapters` initializes. Frozen matrices (`frozen_matrices`) that
-    are in `frozen_dtype` in the files stay in it.
+    the files store in `frozen_dtype` keep it.
 
     Raises `CheckpointMismatch` if only `load_model` can load this checkpoint."""
     directory = resolve_model(path)
@@ -144,7 +145,7 @@ def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
 
 
 def _sources(model: PreTrainedModel, stored: dict[str, _StoredTensor]) -> list[_Source]:
-    """Return where the values of every parameter and persistent buffer are."""
+    """Return where the values of every parameter and persistent buffer are stored."""
     _check_conversions(model, stored)
     sources, unused = [], set(stored)
     for names, tensor in _distinct(model.state_dict(keep_vars=True).items()):
@@ -203,7 +204,7 @@ def _make_buffers(model: PreTrainedModel) -> None:
 
 
 def _keep_dtype(model: PreTrainedModel, sources: list[_Source], dtype: torch.dtype) -> None:
-    """Give frozen matrices that are stored in `dtype` that dtype."""
+    """Keep `dtype` for frozen matrices that are stored in it."""
     frozen = set(map(id, frozen_matrices(model)))
     for source in sources:
         if id(source.tensor) in frozen and source.stored.dtype == dtype:
@@ -211,7 +212,7 @@ def _keep_dtype(model: PreTrainedModel, sources: list[_Source], dtype: torch.dty
 
 
 def _allocate(model: PreTrainedModel, device: torch.device, parameter_device: torch.device) -> None:
-    """Give every parameter of the meta device memory, without touching it; move the buffers to `device`."""
+    """Allocate memory for the parameters on the meta device without touching it; move the buffers to `device`."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tied = [names for names, _ in _distinct(model.named_parameters(remove_duplicate=False)) if len(names) > 1]
     model.to_empty(device=parameter_device)

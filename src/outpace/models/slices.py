@@ -27,7 +27,7 @@ class TensorSlice:
 
 
 def slice_of(tensor: Tensor) -> TensorSlice:
-    """Return this process's part of a tensor, which is not a copy."""
+    """Return this process's part of a tensor, without copying."""
     if not isinstance(tensor, DTensor):
         return TensorSlice(tensor.detach(), tensor.shape)
     first, _ = own_rows(tensor)
@@ -52,7 +52,7 @@ def like_sharded(tensor: DTensor, rows: Callable[[int, int], Tensor]) -> DTensor
 
 @torch.no_grad()
 def copy_own_rows(target: Tensor, whole: Tensor) -> None:
-    """Copy into `target` what this process holds of it."""
+    """Copy `whole` into `target`; if `target` is sharded, only this process's rows."""
     local_part(target).copy_(whole[slice(*own_rows(target))] if isinstance(target, DTensor) else whole)
 
 
@@ -66,14 +66,14 @@ def first_values(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
         row[part.start : part.start + len(own)] = own
     if sharded := [tensor for tensor in tensors if isinstance(tensor, DTensor)]:
         assert len(sharded) == len(tensors), "the values of other tensors would be added up"
-        # Every value is on one process. As integers, so that a negative zero stays one.
+        # Every value is on one process. Summed as integers, which preserves negative zeros.
         dist.all_reduce(found.view(torch.int32), group=sharded[0].device_mesh.get_group())
     return [row[: tensor.numel()] for row, tensor in zip(found, tensors, strict=True)]
 
 
 def own_rows(tensor: DTensor) -> tuple[int, int]:
-    """Return the first row of this process and the end of its rows: as torch.chunk divides them, so the last processes
-    may have fewer rows, or none."""
+    """Return start and end of this process's rows. Rows are divided as by torch.chunk, so the last processes may have
+    fewer rows, or none."""
     assert tensor.placements == (Shard(0),), f"only rows can be sharded, not {tensor.placements}"
     rows = tensor.shape[0]
     each = -(-rows // tensor.device_mesh.size())

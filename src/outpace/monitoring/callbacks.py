@@ -1,8 +1,8 @@
 """User callbacks.
 
 Callbacks run sequentially, in event order, on a dedicated thread with its own event loop: they may block or await
-without delaying the run. With a `blocking` callback the run waits: no batch is trained before the callbacks of the step
-before it, and of its evaluation and checkpoint, have returned, and no group is admitted before `on_policy_updated` has.
+without delaying the run. With a `blocking` callback the run waits: it trains a batch only after the callbacks of the
+previous step, evaluation and checkpoint have returned, and admits groups only after `on_policy_updated` has.
 
 An exception in a callback ends the run. It is passed to `on_failure` immediately and raised by `check` and `close` as
 ComponentFailed with the callback's traceback; no further callback is called. With `errors="report"` the exception is
@@ -60,8 +60,8 @@ class Callback:
     """Base class for callbacks. Override any `on_` method, as a plain function or a coroutine."""
 
     blocking = False
-    """Whether the run waits for this callback before it trains the next batch. What `stop`, `save` and `evaluate`
-    request then happens right after the step that the callback has seen, not a step or two later."""
+    """Whether the run waits for this callback before it trains the next batch. Requests by `stop`, `save` and
+    `evaluate` then take effect right after the step that the callback has seen, not a step or two later."""
 
     _request: Callable[[Request], object] | None = None
     _metric_log: MetricLog | None = None
@@ -85,10 +85,10 @@ class Callback:
             self._request(request)
 
     def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Report a value of a metric; it is in the record of the next step. May be called on any thread."""
+        """Report a metric value, for the record of the next step. May be called on any thread."""
         if self._metric_log is not None:
             self._metric_log.log_metric(name, value, weight)
-        else:  # the copy of a producer in its process
+        else:  # a producer's copy, in the producer's process
             metric_table.log_metric(name, value, weight)
 
     def on_run_start(self, info: Mapping[str, Any]) -> Any:
@@ -127,7 +127,7 @@ class DataProducerCallback(Callback):
     """A data producer that also inherits from this class is registered as a callback."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a run in this process: the producer's process gets a copy."""
+        """Drop the attributes of the run in this process: the producer's process gets a copy."""
         return {name: value for name, value in vars(self).items() if name not in ("_request", "_metric_log")}
 
     def on_rollout_end(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class CallbackRunner:
         while not done.is_set() and self._failure is None and thread.is_alive():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(done.wait(), POLL_S)
-        await asyncio.sleep(0)  # what the callbacks requested is scheduled on this loop before, and comes first
+        await asyncio.sleep(0)  # run what the callbacks requested: it was scheduled on this loop earlier
 
     def check(self) -> None:
         """Raise if a callback has failed."""

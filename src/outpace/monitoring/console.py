@@ -217,7 +217,7 @@ class ProgressConsole:
             self._print(plain_line(self.view))
 
     def evaluation(self, result: EvalResult, name: str = "") -> None:
-        """Show the result of an evaluation. That of a named held-out set is not part of the panel and the report."""
+        """Show an evaluation result. Results of named held-out sets appear neither in the panel nor in the report."""
         if not name:
             self.view.evals.append(result)
             self._redraw()

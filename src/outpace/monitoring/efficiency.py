@@ -1,11 +1,11 @@
 """Efficiency of a run (T*/T), and the measurements of time and resources behind it.
 
-With w_g and w_t the core-seconds (on GPUs: device-seconds) that sampling and training cost per sample, N cores finish
-at most N / (w_g + w_t) samples per second. No schedule trains S samples in less than T* = S (w_g + w_t) / N.
+Let w_g and w_t be the core-seconds (on GPUs: device-seconds) that sampling and training cost per sample. Then N cores
+finish at most N / (w_g + w_t) samples per second. No schedule trains S samples in less than T* = S (w_g + w_t) / N.
 `efficiency` is T*/T, where T is the wall-clock time: the samples per second of the run, relative to that limit.
 
-`outpace bench end-to-end` measures w_g and w_t while engine or learner run alone. A run can only measure what they cost
-beside each other, which is more if they slow each other down, so its T*/T is an upper bound of the benchmark's.
+`outpace bench end-to-end` measures w_g and w_t with engine and learner running alone. A run can only measure them while
+both run and possibly slow each other down, so its T*/T is an upper bound on the benchmark's.
 
 Definitions
 - S w_g = W_g: seconds the engines spent on training rollouts, less the share of sampled tokens that were discarded
@@ -13,11 +13,10 @@ Definitions
   learning signal without sampling it.
 - S w_t = W_t: seconds the learner spent on forward, backward and optimizer.
 - Evaluation is not useful work, but its time is part of T.
-- On the CPU, seconds are those that the operating system counts for the component's process: a thread that waits for
-  other threads or for a core does not count, a thread that waits for memory or computes padding does. T*/T measures
-  the schedule, not the kernels.
-- On a GPU, seconds are those in which the component is busy. While engine and learner are both busy on one GPU, they
-  take turns, so W_g + W_t is at most N T.
+- On the CPU, seconds are the CPU time of the component's process: waiting for other threads or for a core does not
+  count, but waiting for memory and computing padding do. T*/T measures the schedule, not the kernels.
+- On a GPU, seconds are the component's busy time. While engine and learner are both busy on one GPU, they take turns,
+  so W_g + W_t is capped at N T.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class EarlierTraining:
 class EfficiencyTracker:
     """Computes efficiency from the statistics of engines and learner, across restarts of a component.
 
-    Components report totals since their start, so a total that falls means a restart: the earlier total is kept.
+    Components report totals since their start, so a total that decreases means a restart: the earlier total is kept.
     `lap` covers the time since the previous lap, `run_total` the whole run.
     """
 
@@ -150,8 +149,7 @@ class EfficiencyTracker:
         return self._account(now - began, start)
 
     def run_total(self) -> Efficiency:
-        """Return the efficiency of the run. Seconds and T*/T include earlier starts, everything else is of this start
-        only."""
+        """Return the efficiency of the run. Seconds and T*/T include earlier starts; the rest covers this start."""
         own, earlier = self._account(self._clock() - self._began, self._origin), self._earlier
         if not earlier.seconds:
             return own

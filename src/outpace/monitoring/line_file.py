@@ -3,7 +3,7 @@
 Invariants
 - A line is written completely or not at all: after a failed write the file is truncated to the last complete line.
   Only a kill in the middle of a write can leave an incomplete last line; readers skip it.
-- A full disk loses neither lines nor the run: lines that cannot be written stay in memory, in order and up to
+- A full disk neither loses lines nor ends the run: lines that cannot be written stay in memory, in order and up to
   `MAX_PENDING`, and are retried with the next append.
 - Call `append` and `close` from one thread. `sync` may run concurrently on another.
 """

@@ -8,9 +8,9 @@ precedence over a family, and a family with more fixed characters over one with 
     std      weighted standard deviation          last          newest value
     min, max
 
-User code declares metrics of its own with `outpace.metric`, when it is imported, and reports them with `log_metric`. A
-`MetricLog` collects the values: one per group in a worker, one per call in a grader or environment process, which sends
-them back with its reply, and one for all callbacks.
+User code declares its own metrics with `outpace.metric` at import time and reports values with `log_metric`. A
+`MetricLog` collects the values: one per group in a worker, one per call in a grader or environment process, whose reply
+carries them, and one for all callbacks.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
     ),
 }
-"""Built-in metrics by section of the page."""
+"""Built-in metrics by section of docs/metrics.md."""
 
 BUILT_IN = {metric.name: metric for metrics in SECTIONS.values() for metric in metrics}
 DECLARED: dict[str, Metric] = {}
@@ -257,7 +257,7 @@ DECLARED: dict[str, Metric] = {}
 
 
 def metric(name: str, rule: str = "mean", *, meaning: str = "", unit: str = "") -> Metric:
-    """Declare a metric of your own, when your module is imported. A later declaration replaces an earlier one."""
+    """Declare a custom metric. Call this when your module is imported. A later declaration replaces an earlier one."""
     check_name(_PLACEHOLDER.sub("x", name) if isinstance(name, str) else name)
     if rule not in RULES and not PERCENTILE.fullmatch(rule):
         raise BadInput(f"metric {name}: rule {rule!r} is invalid; choose {', '.join(RULES)} or a percentile like p95")
@@ -308,9 +308,9 @@ def _covers(family: str, name: str) -> bool:
 # ------------------------------------------------------------------------------------------- reported by user code
 
 MAX_LOGGED = 50_000
-"""Values that user code may report in one group or call."""
+"""Maximum number of values that user code may report in one group or call."""
 MAX_EXTRA = 4_000
-"""Characters of a value of `log_extra`."""
+"""Maximum number of characters in a value of `log_extra`."""
 
 Logged = tuple[str, float, float]
 """A value that user code reported: name, value, weight."""
@@ -321,7 +321,7 @@ class MetricLog:
     """Collects what user code reports while a group, a call or a callback runs. Any thread may add to it."""
 
     def __init__(self, completions: int = 0) -> None:
-        self.completions = completions  # that are being graded
+        self.completions = completions  # number of completions being graded
         self.extra: dict[str, list[PlainValue]] = {}  # columns of `log_extra`, with one value per completion
         self.dropped = 0
         self._values: deque[Logged] = deque()
@@ -360,7 +360,7 @@ class MetricLog:
 
 
 def plain_value(value: Any) -> PlainValue:
-    """Return a value that JSON can represent; as text if it is neither a number nor None."""
+    """Convert to a value that JSON can represent: text unless it is a bool, a finite number or None."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Integral) and abs(int(value)) < 2**63:
@@ -375,7 +375,7 @@ _current: ContextVar[MetricLog | None] = ContextVar("metric_log", default=None)
 
 @contextmanager
 def collecting(log: MetricLog | None = None) -> Iterator[MetricLog]:
-    """Collect what is reported in this context: also in the tasks and user-code threads that are started in it."""
+    """Collect the values reported in this context, including the tasks and user-code threads started in it."""
     token = _current.set(log := log or MetricLog())
     try:
         yield log
@@ -388,7 +388,7 @@ def current_log() -> MetricLog | None:
 
 
 def forward_log(logged: Iterable[Logged], extra: Mapping[str, list[Any]] | None = None, dropped: int = 0) -> bool:
-    """Report here what was reported in another process, and count what it dropped. Returns whether it was valid."""
+    """Report values from another process, and count those that it dropped. Returns whether all were valid."""
     if (log := _current.get()) is not None:
         log.dropped += dropped
     try:

@@ -12,8 +12,8 @@ Invariants
 - `flush` returns finite values only. Other values are dropped and counted in `faults/nan_metrics`.
 - A metric declared as a sum is present in every step, as 0 if nothing happened. Any other metric is present only if
   values were added: a mean over nothing has no value.
-- The learner's metrics of a whole step are exact and carry final names (`Meter.put`). Of a chunk, only counts are used,
-  because they add up.
+- The learner reports exact metrics of a whole step under their final names (`Meter.put`). From a chunk only counts are
+  used, because counts add up.
 
 No I/O, no clock.
 """
@@ -35,7 +35,7 @@ UNDECLARED_METRICS = "OUTPACE_UNDECLARED_METRICS"
 """Environment variable: with the value `error`, an undeclared metric raises `ValueError`."""
 
 MAX_VALUES = 16_384
-"""Values that a percentile keeps. Beyond that, neighboring values are joined."""
+"""Maximum number of values kept for a percentile. Beyond that, neighboring values are merged."""
 
 RENAMED_METRICS = {
     "completion/mean_tokens": "completions/mean_length",
@@ -111,7 +111,8 @@ def result(aggregate: Aggregate) -> float | None:
 
 
 def _thinned(values: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return at most half of `MAX_VALUES` different values: of neighbors, the larger one with the weight of all."""
+    """Return at most half of `MAX_VALUES` distinct values: neighbors become the largest one, with their total
+    weight."""
     counts = sorted(_counts(values).items())
     step = math.ceil(2 * len(counts) / MAX_VALUES)
     joined = (counts[first : first + step] for first in range(0, len(counts), step))
@@ -163,7 +164,7 @@ class Meter:
             return
         assert weight >= 0, f"{name}: weight {weight}"
         known, value, weight = self._aggregates.get(name), float(value), float(weight)
-        if known is not None and known.rule in ("sum", "mean"):  # the most frequent rules, without another object
+        if known is not None and known.rule in ("sum", "mean"):  # fast path for the most frequent rules
             known.weight += weight
             known.total += value * weight
         else:
@@ -188,7 +189,7 @@ class Meter:
                 self.add(f"{name}/{statistic}", value, count)
 
     def merge(self, measured: Mapping[str, Aggregate]) -> None:
-        """Add what another meter has taken. Values of a metric whose rule has changed since are dropped and counted."""
+        """Add the result of another meter's `take`. Values of a metric with another rule are dropped and counted."""
         for name, aggregate in measured.items():
             rule = self._rule(name, default=aggregate.rule)
             if rule == aggregate.rule:
@@ -197,7 +198,7 @@ class Meter:
                 self._dropped += 1
 
     def collect(self, log: MetricLog) -> None:
-        """Add what user code has reported, and take it out of the log."""
+        """Move the values reported by user code from the log to this meter."""
         by_name: dict[str, list[tuple[float, float]]] = {}
         for name, value, weight in log.take():
             by_name.setdefault(name, []).append((value, weight))
@@ -366,8 +367,8 @@ def record_rerolls(meter: Meter, waiting: int, dropped: int) -> None:
 
 
 def record_efficiency(meter: Meter, lap: Efficiency, run_total: Efficiency) -> None:
-    """Record waits and throughput of the step, and T*/T of the run so far: within a single step it is not meaningful,
-    because work overlaps with the next one."""
+    """Record waits and throughput of the step, and T*/T of the run so far. T*/T of a single step is not meaningful,
+    because steps overlap."""
     for name, value in lap.metrics().items():
         if name != "efficiency":
             meter.add(name, value)

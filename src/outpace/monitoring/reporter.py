@@ -1,4 +1,4 @@
-"""Reporter process: sends a run directory to experiment trackers, outside of the training path.
+"""Reporter process: sends a run directory to experiment trackers, off the training path.
 
     metrics.jsonl, evals.jsonl, rollouts/, resolved.toml, summary.json
         └─▶ RunFollower ─▶ Delivery ─▶ tracker      one thread for each tracker
@@ -6,16 +6,16 @@
 
 `python -P -c BOOTSTRAP PACKAGE check|report ORDER`, where ORDER is JSON (`ReportOrder`). Standard output takes lines
 for the user. The process follows the run until its standard input closes, then sends the rest and exits: with code 0 if
-everything was sent. It works in the directory in which the run was first reported, because some trackers store relative
-to it.
+everything was sent. Its working directory is the one in which the run was first reported, because some trackers store
+data relative to it.
 
 Invariants
-- The run never waits for this process, and does not need it: everything is in its files, and what a tracker misses is
-  sent later. So nothing is buffered here, and it does not matter when this process is killed.
+- The run neither waits for this process nor needs it: the run's files contain everything, and what a tracker misses is
+  sent later. So nothing is buffered here, and the process may be killed at any time.
 - A tracker that blocks or raises does not hold up the others. It is reported once, and again when it recovers.
 - One process at a time sends a run to a tracker (`trackers/NAME.lock`).
 - What libraries print goes to standard error, the log of the process.
-- Uses only the standard library and the tracker packages: it runs in the environment of those (`report.python`).
+- Uses only the standard library and the tracker packages: it runs in the trackers' environment (`report.python`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ TABLE_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class ReportOrder:
-    """What to send where."""
+    """What to send, and to which trackers."""
 
     run: str
     trackers: list[str]
@@ -97,8 +97,8 @@ def resend_command(run: str | Path, tracker: str = "") -> str:
 
 
 class Delivery:
-    """Keeps one tracker up to date. It has no thread and does not sleep: `advance` does some work, or raises nothing
-    and returns how long to wait."""
+    """Keeps one tracker up to date. It has no thread and does not sleep: `advance` does some work, never raises, and
+    returns how long to wait."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class Delivery:
         self._lock: int | None = None
         self._tracker: Tracker | None = None
         self._position = Position()
-        self._settled = Position()  # what is sure to be stored, and on disk
+        self._settled = Position()  # what the tracker has surely stored
         self._unsettled: deque[tuple[float, Position]] = deque()
         self._failures = 0
         self._last_reason = ""  # of a failure
-        self._table_failures = 0  # of the next table, in a row
+        self._table_failures = 0  # of the next table, while metrics were accepted
         self._took_metrics = False  # since the last failure of a table
         self._left_out: set[int] = set()  # steps whose tables are not sent
         self._said_blocked = False
@@ -133,8 +133,8 @@ class Delivery:
         return self._position
 
     def advance(self, ended: bool) -> float:
-        """Send some of what the tracker does not have. Returns seconds until there may be more; `ended`: the run writes
-        no more."""
+        """Send one batch of what the tracker lacks. Returns the seconds to wait before the next call. `ended`: the run
+        writes no more."""
         self.busy_since = self._clock()
         try:
             sent = self._deliver(ended)
@@ -148,7 +148,7 @@ class Delivery:
         return 0.0 if sent or self.done else POLL_S
 
     def report_blocked(self) -> None:
-        """Say once that a call has not returned for a long time. For another thread."""
+        """Report once that a call has not returned for a long time. Called on another thread."""
         since = self.busy_since
         if since is None or self._said_blocked or self._failures or self._clock() - since < BLOCKED_S:
             return
@@ -169,7 +169,7 @@ class Delivery:
             self._lock = None
 
     def _deliver(self, ended: bool) -> bool:
-        """Send one batch of metrics or, if there are none, one table. Returns whether there was one."""
+        """Send one batch of metrics or, if there are none, one table. Returns whether anything was sent."""
         if self._lock is None and not self._open():
             return False
         position = self._follower.rolled_back(self._position)
@@ -195,7 +195,7 @@ class Delivery:
         return bool(records or table)
 
     def _send_table(self, tracker: Tracker, table: Item) -> None:
-        """Send a table. One that fails again and again, while metrics are taken, is left out."""
+        """Send a table. Leave it out after `TABLE_ATTEMPTS` failures while metrics are accepted."""
         try:
             if table.rows and table.step not in self._left_out:
                 tracker.table(table.step, table.rows)
@@ -211,8 +211,8 @@ class Delivery:
         self._position = table.after
 
     def _open(self) -> bool:
-        """Lock the tracker for this process and read what it has. Returns false if another process has the lock and
-        that is the end."""
+        """Lock the tracker for this process and read its position. If another process has the lock: raise if following
+        the run, else set `done` and return False."""
         self._state.parent.mkdir(exist_ok=True)
         lock = os.open(self._state.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -263,7 +263,7 @@ class Delivery:
         self._save(self._position)
 
     def _drop_tracker(self) -> None:
-        """Close the tracker after a failure, as far as it can be closed."""
+        """Close the tracker after a failure. Errors while closing are logged."""
         tracker, self._tracker = self._tracker, None
         try:
             getattr(tracker, "close", lambda: None)()
@@ -343,8 +343,8 @@ class Reporter:
         ]
 
     def run(self, follow: Callable[[], bool]) -> int:
-        """Send until the run has ended. With `order.follow` that is when `follow` returns false; it is called again and
-        again, and waits a second at most."""
+        """Send until the run has ended, then send the rest. With `order.follow` the run ends when `follow` returns
+        False; it is called repeatedly and blocks for up to a second. Returns the exit code."""
         if not self._order.follow:
             self._ended.set()
         for thread in self._threads:
@@ -367,7 +367,7 @@ class Reporter:
             ended = self._ended.is_set()
             pause = delivery.advance(ended)
             if pause and not delivery.done:
-                # The end of the run wakes a waiting thread; after it, a failed tracker is tried every second.
+                # The end of the run wakes a waiting thread; after it, a failed tracker is retried every second.
                 self._ended.wait(pause) if not ended else time.sleep(min(pause, POLL_S))
 
     def _report_blocked(self) -> None:
@@ -404,8 +404,8 @@ def _make_tracker(name: str) -> Tracker:
 
 
 def find_problems(trackers: Sequence[str], python: str) -> Iterator[str]:
-    """Yield a line per tracker that cannot be created, and `IMPORTING` with its name before one is imported. `python`:
-    value of `report.python`, empty if not set."""
+    """Yield a line per tracker that cannot be created, and, before each import, `IMPORTING` with the tracker's name.
+    `python`: value of `report.python`, empty if not set."""
     for name in trackers:
         if name in TRACKERS.built_in and find_spec(name) is None:  # it has the name of its package and of an extra
             where = f" in the environment of report.python ({python})" if python else ""
@@ -420,7 +420,7 @@ def find_problems(trackers: Sequence[str], python: str) -> Iterator[str]:
 
 
 def _own_channel() -> int:
-    """Return a copy of standard output for our lines, and make it the same as standard error for everything else."""
+    """Return a copy of standard output for our lines, and redirect standard output to standard error."""
     channel = os.dup(1)
     os.dup2(2, 1)
     return channel
@@ -440,7 +440,7 @@ def main(mode: str, order_json: str, python: str = "") -> None:
         for problem in find_problems(order.trackers, python):
             say(problem)
         return
-    # Sent to a whole process group, these are for the run, which then closes our standard input.
+    # Signals to the process group are for the run, which then closes our standard input.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     os.nice(order.niceness)
@@ -451,7 +451,7 @@ def main(mode: str, order_json: str, python: str = "") -> None:
 
 
 def _enter_working_directory(folder: Path) -> None:
-    """Go to the directory in which the run was first reported; if there is none, remember the current one."""
+    """Change to the directory in which the run was first reported. On the first report, record the current one."""
     sys.path.append(os.getcwd())  # modules of the user's trackers are also looked for here
     file = folder / WORKING_DIRECTORY
     try:

@@ -5,7 +5,7 @@
     rollouts/evals/step-000012.jsonl        attempts in the evaluation of version 12, up to `eval.save_completions`
 
 Each line is one attempt. Workers write the files of training, so that neither text nor tokens pass through the
-controller; `outpace.read_rollouts` and `outpace show` read them, also while the run is active. The controller writes
+controller; `outpace.read_rollouts` and `outpace show` read them, even while the run is active. The controller writes
 the files of evaluations, with text only (`EpisodeView`).
 
 Invariants

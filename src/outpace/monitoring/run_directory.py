@@ -224,7 +224,7 @@ class RunLog:
         return log
 
     def replace_model(self, new: Path) -> None:
-        """Move a directory to `model/`. `abandon` restores the one of an earlier run."""
+        """Move a directory to `model/`. `abandon` restores the model of an earlier run."""
         if (self.dir / MODEL_FOLDER).exists():
             shutil.rmtree(self.dir / OLD_MODEL_FOLDER, ignore_errors=True)
             (self.dir / MODEL_FOLDER).rename(self.dir / OLD_MODEL_FOLDER)
@@ -339,11 +339,11 @@ class RunLog:
                 self._lines[name] = LineFile(self.dir / name)
         rollout_files.roll_back(self.dir, step, rollout_files.steps_of_untrained_groups(self.dir))
         (self.dir / "summary.json").unlink(missing_ok=True)
-        self._record_start(step, seconds)  # last: those that follow the run read the shortened files after it
+        self._record_start(step, seconds)  # last: a follower that sees it then reads the shortened files
         return PastRun(self.dir, seconds, step)
 
     def _record_start(self, step: int, seconds: float) -> None:
-        """Raises OSError if it cannot be written: readers of the run would miss a roll-back."""
+        """Append to starts.jsonl. Raises OSError on failure: followers of the run would miss a rollback."""
         starts = LineFile(self.dir / "starts.jsonl")
         try:
             starts.append({"step": step, "time": round(time.time(), 3), "seconds": round(seconds, 3)})

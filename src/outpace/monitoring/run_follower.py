@@ -1,4 +1,4 @@
-"""Reads what a tracker has not received yet from a run directory, also while the run writes to it.
+"""Reads what a tracker has not received yet from a run directory, even while the run writes to it.
 
     metrics.jsonl ─┐
     evals.jsonl   ─┴─▶ next_records(position) ─▶ items in order, each with the position after it
@@ -7,11 +7,11 @@
     resolved.toml ───▶ read_masked_config: the settings without secrets
 
 Invariants
-- A position holds steps, not bytes: a resume replaces the files by shorter ones. Every start of the run adds a line
-  with the step it continues from to starts.jsonl, after it has shortened the files. A position that has not seen
-  that line goes back to that step, so repeated steps are sent again.
+- A position holds steps, not byte offsets: a resume replaces the files by shorter ones. After shortening them, every
+  start of the run adds a line to starts.jsonl with the step it continues from. A position that has not seen that line
+  goes back to that step, so repeated steps are sent again.
 - A batch is bounded, so following a long run takes little memory.
-- Uses only the standard library, as all that the reporter imports: it runs in the environment of the trackers.
+- Uses only the standard library, like everything that the reporter imports: it runs in the trackers' environment.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STEP_FILE = re.compile(r"step-(\d+)\.jsonl")
 class Position:
     """What a tracker has received."""
 
-    new_id: str = ""  # chosen before the first start, so that a start that fails does not begin two runs
+    new_id: str = ""  # chosen before the first start, so that a retry of a failed start does not create a second run
     run_id: str | None = None  # the tracker's name of the run; None: no start has succeeded yet
     starts: int = 0  # lines of starts.jsonl taken into account
     metrics: int = 0  # last step
@@ -75,14 +75,13 @@ class Item:
 class Start:
     """A line of starts.jsonl."""
 
-    step: int = 0  # that the run continued from
+    step: int = 0  # step that the run continued from
     time: float = 0.0  # seconds since the epoch
-    seconds: float = 0.0  # that the run had taken before
+    seconds: float = 0.0  # run time before this start
 
 
 def time_of(step: int, seconds: float, starts: Sequence[Start]) -> float:
-    """Return when a step was logged, `seconds` into the run, in seconds since the epoch: the same however often it is
-    sent."""
+    """Return when a step was logged, `seconds` into the run, in seconds since the epoch: the same on every resend."""
     start = next((each for each in reversed(starts) if each.step < step), starts[0])
     return start.time + seconds - start.seconds
 
@@ -99,8 +98,8 @@ class LineTail:
         self._offset = 0
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of complete lines; invalid ones are left out. A record counts as read when the next one is
-        asked for: the one at which a loop breaks comes again."""
+        """Yield the records of complete lines; invalid ones are left out. A record counts as read once the next one is
+        requested, so a loop that breaks at a record gets it again."""
         try:
             file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
@@ -136,7 +135,7 @@ class RunFollower:
         self._at = 0.0
 
     def rolled_back(self, position: Position) -> Position:
-        """Return the position after the starts of the run that it does not know yet."""
+        """Return the position, moved back if the run has since been continued from an earlier step."""
         starts = _records(self._run / "starts.jsonl")
         unseen = starts[position.starts :]
         if not unseen:
@@ -154,8 +153,8 @@ class RunFollower:
     def next_records(self, position: Position) -> list[Item]:
         """Return the metrics and evaluations after the position, by step. Empty only if there are no more.
 
-        An evaluation waits until the metrics have reached its step, and so does a table: a tracker that is told to go
-        back to the step of the metrics then loses none of them."""
+        Evaluations and tables are sent only once the metrics have reached their step, so a tracker that goes back to
+        the step of the metrics loses none of them."""
         return list(self._new_records(position))
 
     def next_table(self, position: Position, ended: bool = False) -> Item | None:
@@ -225,7 +224,7 @@ class RunFollower:
 def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: bool) -> Iterator[int]:
     """Yield the recorded steps up to `newest` whose tables are due after step `sent`, in order.
 
-    Workers write the files after the step, not always in order: a missing one is waited for until the run is one
+    Workers write the files after the step, not always in order. A missing one delays the next ones until the run is one
     interval further."""
     expected = 1 if sent == 0 else sent + every - (sent - 1) % every
     for step in recorded:
@@ -240,8 +239,8 @@ def due_tables(recorded: list[int], sent: int, every: int, newest: int, ended: b
 
 
 def table_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table, one per recorded attempt, all with the same keys. A reward is None where an attempt
-    does not have it, or where it is not finite; so is a column of `log_extra` that it does not have."""
+    """Return the rows of a table, one per recorded attempt, all with the same keys. A reward is None if the attempt
+    lacks it or it is not finite. A column of `log_extra` is None if the attempt lacks it."""
     attempts = _records(file)
     rewards = dict.fromkeys(name for attempt in attempts for name in attempt.get("rewards", {}))
     rows = [_table_row(attempt, list(rewards)) for attempt in attempts]
@@ -321,7 +320,7 @@ _URL_QUERY = re.compile(r"(\w://[^\s?]+\?)\S+")
 
 def read_masked_config(run: Path) -> dict[str, Any]:
     """Return the settings with secrets masked: values of `launch.env`, values of arguments in `launch.args` and
-    `tools.mcp` whose names say so, and users, passwords and queries of URLs."""
+    `tools.mcp` whose names suggest a secret, and users, passwords and queries of URLs."""
     config = tomllib.loads((run / "resolved.toml").read_text())
     launch, tools = config.get("launch", {}), config.get("tools", {})
     if env := launch.get("env"):
@@ -335,9 +334,9 @@ def read_masked_config(run: Path) -> dict[str, Any]:
 
 
 def mask_arguments(words: Sequence[str]) -> list[str]:
-    """Mask the values of arguments whose names say that they are secret, as `--api-key X`, `--api-key=X`, `KEY=X`."""
+    """Mask the values of arguments whose names suggest a secret, as `--api-key X`, `--api-key=X`, `KEY=X`."""
     masked = []
-    named = False  # the word before names a secret
+    named = False  # the previous word names a secret
     for word in words:
         name, equals, _ = word.partition("=")
         is_secret = bool(_SECRET.search(name))

@@ -13,14 +13,14 @@ STOPPED = "stopped"
 """`Summary.reason` of a run that was stopped early and saved a checkpoint to resume from."""
 
 WINDOW = 10
-"""Most steps at either end of a run that `reward_first` and `reward_last` are means of."""
+"""Maximum number of steps averaged for `reward_first` and `reward_last`."""
 
 MAX_DISTINCT_FAILURES = 100
 """Number of distinct failures counted separately. Further reasons are counted together, per source."""
 
 
 def averaged_steps(steps: int) -> int:
-    """Return the number of steps at either end of a run that `reward_first` and `reward_last` are means of."""
+    """Return the number of steps averaged for `reward_first` and `reward_last`, at either end of a run."""
     return max(1, min(WINDOW, steps // 4))
 
 
@@ -63,7 +63,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SummaryBuilder:
-    """Accumulates step metrics into a `Summary`. After a resume, feed it the kept log records first."""
+    """Accumulates step metrics into a `Summary`. After a resume, add the kept log records first."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -87,7 +87,7 @@ class SummaryBuilder:
         self._efficiency = metrics.get("efficiency", self._efficiency)
 
     def add_totals(self, metrics: Mapping[str, float]) -> None:
-        """Add the metrics that are summed over a run: those of a step, or those recorded after the last step."""
+        """Add the metrics that are summed over a run, from a step or from what is recorded after the last step."""
         self._trained += metrics.get("throughput/trained_tokens", 0.0)
         self._sampled += metrics.get("throughput/sampled_tokens", 0.0)
         self._wasted += metrics.get("waste/tokens", 0.0)

@@ -1,12 +1,12 @@
 """Experiment trackers: the protocol, and adapters for trackio, tensorboard, mlflow and wandb.
 
 A tracker is a class of the registry (`outpace.runtime.registry`). It is created without arguments in the reporter
-process (`outpace.monitoring.reporter`). All calls come from one thread. A call may block or raise: training does not
-notice, and after an error the tracker is created anew, started with its run id, and gets again what it had not
-confirmed with `flush`. So a step may come twice, also because a resumed run repeats the steps after its checkpoint.
+process (`outpace.monitoring.reporter`). All calls come from one thread. A call may block or raise without affecting
+training. After an error the tracker is created anew and started with its run id, and receives again what it had not
+confirmed with `flush`. So a step may arrive twice. A resumed run also repeats the steps after its checkpoint.
 
-Every package is imported when its adapter is created. Where a tracker stores its data is up to its own environment
-variables (`WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, …).
+Every package is imported when its adapter is created. A tracker's own environment variables (`WANDB_MODE`,
+`MLFLOW_TRACKING_URI`, `TRACKIO_DIR`, …) control where it stores its data.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 TABLE = "completions"
 ID = "outpace.run_id"
-"""Where a tracker without ids of ours keeps `TrackedRun.new_id`."""
+"""Key of `TrackedRun.new_id` in a tracker that does not use it as its run id."""
 
 Row = Mapping[str, Any]
 """A row of a table: prompt, completion, rewards, advantage, versions. All rows of one table have the same keys."""
@@ -33,15 +33,15 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told about the run."""
+    """Description of the run for a tracker."""
 
     project: str
     name: str
     directory: Path
     config: dict[str, Any]  # every setting, by section
     new_id: str  # an id for the run, the same at every start
-    run_id: str | None  # returned by an earlier `start`; None: none has returned yet, though one may have failed
-    step: int  # last step that the tracker surely has; if it has later ones, they come again
+    run_id: str | None  # returned by an earlier `start`; None: no start has succeeded, though one may have failed
+    step: int  # last step that the tracker surely has; later ones are sent again
 
 
 class Tracker(Protocol):
@@ -64,11 +64,11 @@ class Tracker(Protocol):
 
 
 class Trackio:
-    """trackio keeps what it logs in a local database, or sends it to a Space. It continues a run by its name."""
+    """trackio stores runs in a local database or a Space, and continues a run by its name."""
 
     FLUSH_S = 60.0
     LOST = ("write-", "local-")
-    """trackio only warns if it cannot store something. Warnings with these keys mean that data is lost."""
+    """trackio only warns if it cannot store data. Warnings with these keys mean that data is lost."""
 
     def __init__(self) -> None:
         import trackio
@@ -87,8 +87,8 @@ class Trackio:
         return name
 
     def _new_name(self, run: TrackedRun) -> tuple[str, bool]:
-        """Return the run's name, with a suffix if another run of the project has it, and whether a start that failed
-        has begun it."""
+        """Return the run's name, with a suffix if another run of the project has it, and whether a failed start has
+        already created it."""
         try:
             known = {each.name: (each.config or {}).get(ID) for each in self._trackio.Api().runs(run.project)}
         except ValueError:  # no such project yet
@@ -105,7 +105,8 @@ class Trackio:
         self._run.log({TABLE: self._trackio.Table(columns=columns, data=data)}, step=step)
 
     def flush(self) -> None:
-        """Wait until its thread has written everything, and raise if it could not. It has no interface for this."""
+        """Wait until trackio's thread has written everything; raise if it could not. There is no public API for
+        this."""
         deadline = time.monotonic() + self.FLUSH_S
         while self._run._queued_logs or self._run._sending_batch:
             if time.monotonic() > deadline:
@@ -122,14 +123,14 @@ class Trackio:
         self._run.finish()
 
     def close(self) -> None:
-        """End its thread, which would store later what is sent again."""
+        """Stop trackio's thread, which might still store data that will be sent again."""
         if self._run is not None:
             self._run._queued_logs.clear()
             self._run._stop_flag.set()
 
 
 class Tensorboard:
-    """Event files in `trackers/tensorboard` of the run directory. Steps that come again replace the earlier ones."""
+    """Event files in `trackers/tensorboard` of the run directory. Repeated steps replace the earlier ones."""
 
     def __init__(self) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
@@ -191,10 +192,10 @@ class Mlflow:
     shows the newest."""
 
     MAX_METRICS = 1000
-    """Metrics and parameters that one request may have."""
+    """Maximum number of metrics in one request."""
     MAX_PARAMS = 100
     REFUSED = re.compile(r"[^\w\-./: ]")
-    """Characters that the name of a metric may not have."""
+    """Characters not allowed in metric names."""
 
     def __init__(self) -> None:
         import mlflow
@@ -215,7 +216,7 @@ class Mlflow:
         return self._run
 
     def _begun(self, run: TrackedRun) -> str:
-        """Return the id of a new run, or of the one that a start that failed has begun."""
+        """Return the id of the run that a failed start has created, or of a new run."""
         experiment = self._client.get_experiment_by_name(run.project)
         place = experiment.experiment_id if experiment else self._client.create_experiment(run.project)
         for begun in self._client.search_runs([place], f"tags.`{ID}` = '{run.new_id}'"):
@@ -263,12 +264,12 @@ class Wandb:
     own."""
 
     settle_s = 10.0
-    """wandb stores in the background and does not say when: what was logged within this time is sent again after a
-    failure."""
+    """wandb stores in the background without confirmation: after a failure, data logged within this time is sent
+    again."""
     MIN_FREE_BYTES = 1024 * 1024
-    """With less space on the disk of its files it loses values and does not say so."""
+    """With less free disk space wandb silently loses values."""
     STORE_S = 1.0
-    """How often it writes its local file; 15 seconds by default."""
+    """Interval at which wandb writes its local file. Its default is 15 seconds."""
 
     def __init__(self) -> None:
         import wandb

@@ -1,12 +1,12 @@
-"""Callbacks of transformers on an outpace run: a `TrainerCallback` gets the calls that transformers' trainer makes.
+"""Runs transformers callbacks in an outpace run: a `TrainerCallback` gets the calls that transformers' `Trainer` makes.
 
     on_batch_start, on_batch_end, on_evaluation, on_checkpoint ─▶ `_training`, a generator in the order of transformers
                                                                   ─▶ on_step_begin, …, on_log, on_evaluate, on_save, …
 
-The generator says what it waits for; an event that it does not wait for, such as an evaluation that no callback asked
-for, makes no call. A batch with several updates of the optimizer has as many steps; their calls come when the batch is
-done, and an evaluation or a checkpoint that is asked for in between follows its last step. A deterministic run may save
-a requested checkpoint some steps later; on_save then comes late.
+The generator yields the event that it waits for. Other events, such as an evaluation that no callback requested, make
+no calls. A batch with several optimizer updates has one step per update. Their calls are made when the batch is done,
+and an evaluation or checkpoint requested in between follows the last step. A deterministic run may save a requested
+checkpoint some steps later; on_save is then called late.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ LOG_NAMES: Mapping[str, str] = {
     "eval/reward/<function>": "eval_rewards/<function>/mean",
     "eval/mean_tokens": "eval_completions/mean_length",
 }
-"""Names of metrics here, and in the logs of TRL."""
+"""Maps outpace's metric names to the names in TRL's logs."""
 
 OPTIMIZER = ("loss", "grad_norm", "learning_rate")
-"""Logged for steps only. Of the last two a log has the newest value; of others, the mean over the steps since the last
-log."""
+"""Logged for steps only. A log has the newest gradient norm and learning rate, and the mean of other metrics since the
+last log."""
 
 OF_EVERY_STEP = (*OPTIMIZER, "entropy", "kl", "clip_ratio/region_mean", "step_time")
-"""Logged for every step of a batch; other metrics for its first step, which sampled the batch."""
+"""Logged for every step of a batch. Other metrics are logged only for its first step, which sampled the batch."""
 
 UNKNOWN = 1 << 40
 """Forward passes of an epoch if the number of prompts is unknown."""
@@ -65,7 +65,7 @@ Flow = Generator[str, Any, None]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length of a run in transformers' terms, and its batches. A step is one update of the optimizer."""
+    """The length of a run in transformers' terms, and its batches. A step is one optimizer update."""
 
     groups: int  # in a batch
     minibatches: int
@@ -77,9 +77,9 @@ class Schedule:
 
     @classmethod
     def of(cls, args: Any, rows: int | None, group: int, generation: int | None, passes: int) -> Self:
-        """Return the schedule of GRPO: completions for `generation` forward passes, in groups of the size `group`, are
-        sampled at once and trained on `passes` times. `args` are training arguments; `rows` is the number of prompts,
-        None if unknown. Only whole batches are trained on."""
+        """Return the GRPO schedule: completions for `generation` forward passes are sampled together, in groups of size
+        `group`, and trained on `passes` times. `args` are training arguments; `rows` is the number of prompts, None if
+        unknown. Only whole batches are trained on."""
         size, substeps = args.per_device_train_batch_size, args.gradient_accumulation_steps
         generation = generation or substeps
         samples, minibatches, times = size * generation, max(1, generation // substeps), passes
@@ -114,7 +114,7 @@ class _RunEnded(Exception):
 
 
 def log_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics by their names in TRL's logs, those of user code by their own; others are left out."""
+    """Rename metrics to TRL's log names. Metrics of user code keep their names; all others are dropped."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         found = find(name)
@@ -146,12 +146,12 @@ class TransformersCallbacks(Callback):
         self.accelerator = SimpleNamespace(print=print, is_main_process=True, num_processes=1, process_index=0)
         self.control, self.state = TrainerControl(), TrainerState()
         self.schedule = schedule
-        self.eval_batches = 0  # calls of on_prediction_step of an evaluation; 0: nothing is held out
+        self.eval_batches = 0  # on_prediction_step calls per evaluation; 0: no held-out tasks
         self.error: BaseException | None = None  # raised by a callback
         self._flow: Flow | None = None
         self._awaits = ""
         self._checkpoint_step = -1
-        self._save_due = False  # the run saves a requested checkpoint after a later step
+        self._save_due = False  # a requested checkpoint follows after a later step
         self._since_log: list[dict[str, float]] = []
         self._losses: list[float] = []
         self._call("on_init_end")
@@ -282,7 +282,7 @@ class TransformersCallbacks(Callback):
         yield from self._act()
 
     def _act(self) -> Flow:
-        """Do what callbacks ask for after a step or an epoch."""
+        """Log, evaluate and save as callbacks request, after a step or an epoch."""
         self._log_steps()
         if self.control.should_evaluate:
             yield from self._evaluate()
@@ -294,7 +294,7 @@ class TransformersCallbacks(Callback):
             self.log(self._take_means())
 
     def _take_means(self) -> dict[str, float]:
-        """Return what the steps since the last log have to report."""
+        """Return the metrics to log for the steps since the last log."""
         steps, self._since_log = self._since_log, []
         values: dict[str, list[float]] = {}
         for name, value in (item for step in steps for item in step.items()):
@@ -317,7 +317,7 @@ class TransformersCallbacks(Callback):
         self.evaluated((yield "on_evaluation"), started)
 
     def evaluated(self, metrics: Mapping[str, float], started: float) -> dict[str, float]:
-        """Log the metrics of an evaluation, and return them by TRL's names."""
+        """Log the metrics of an evaluation, and return them under TRL's names."""
         for _ in range(self.eval_batches):
             self._call("on_prediction_step")
         logs = {**log_names(metrics), "eval_runtime": time.monotonic() - started}

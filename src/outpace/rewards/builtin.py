@@ -38,8 +38,8 @@ Completion = str | list[dict[str, Any]]
 def last_text(completion: Completion) -> str:
     """Return the text to score: the completion itself, or the last message of a chat.
 
-    A tool message counts as empty: an episode that ran out of turns right after a tool call has not answered, even if
-    the tool result is correct. So does a message without text."""
+    A message without text counts as empty. So does a tool message: an episode that ran out of turns right after a tool
+    call has not answered, even if the tool result is correct."""
     if isinstance(completion, str):
         return completion
     if not completion or completion[-1].get("role") == "tool":
@@ -106,7 +106,7 @@ def score_in_forks(scorer: Callable[[T], float | None], answers: Sequence[T], cp
 
 
 def _score_in_one_fork(scorer: Callable[[T], float | None], answers: Sequence[T], cpu_s: float) -> list[float | None]:
-    """Score answers in one fork until all are done or one times out or crashes, inclusive: at least one score."""
+    """Score answers in one fork, up to and including the first that times out or crashes: at least one score."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

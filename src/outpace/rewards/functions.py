@@ -55,17 +55,17 @@ def call_evaluator(function: Callable[..., Any], arguments: dict[str, list[Any]]
 
 
 LOGGING: dict[str, Callable[..., None]] = {"log_metric": log_metric, "log_extra": log_extra}
-"""Arguments that TRL passes too, for functions that name them."""
+"""Logging functions that are passed, as in TRL, to reward functions that name them."""
 
 
 def logging_arguments(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments that the function names. They may be called on any thread."""
+    """Return the logging functions that `function` names. They may be called on any thread."""
     log = current_log()
     return {name: LOGGING[name] if log is None else getattr(log, name) for name in named_parameters(function, LOGGING)}
 
 
 class TrainerProgress(msgspec.Struct, frozen=True):
-    """How far the run was when a completion was sampled: the argument `trainer_state`, with the names of TRL.
+    """Progress of the run when a completion was sampled: the argument `trainer_state`, with TRL's field names.
 
     A step is one update of the optimizer. `max_steps` and `num_train_epochs` are 0 if the run has no such limit."""
 
@@ -84,8 +84,8 @@ def with_progress(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_all_arguments(function: F) -> F:
-    """Return a reward function that also gets, in its `**kwargs`, what is otherwise passed only by name, as in TRL.
-    Functions without `**kwargs` and those of outpace are returned as they are."""
+    """Wrap a reward function so that its `**kwargs` also get, as in TRL, the arguments that are otherwise passed only
+    to functions that name them. Functions without `**kwargs` and outpace's own are returned unchanged."""
     kinds = {each.kind for each in inspect.signature(function).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD not in kinds or str(function.__module__).startswith("outpace.rewards."):
         return function
@@ -149,7 +149,7 @@ Arguments = dict[str, list[Any]]
 def pack_arguments(arguments: Arguments) -> tuple[bytes, bool]:
     """Encode the arguments of a call. Returns the bytes and whether they are by value (`outpace.runtime.by_value`).
 
-    A list that repeats one object, as prompt and columns of a group do, is sent as that object once."""
+    An argument that repeats one object, such as the prompt of a group, is sent once."""
     same = {name: each[0] for name, each in arguments.items() if _is_repeated(each)}
     parts = {"same": same, "each": {name: each for name, each in arguments.items() if name not in same}}
     try:

@@ -14,8 +14,8 @@ Invariants:
   `MAX_THREADS` slots and does not delay process exit.
 - None means "does not apply" and is left out of the sum. A completion with only Nones has no total.
 
-Overlong shaping: truncation is a cliff, where one token decides between the full reward and none, and the policy gets
-no signal as it approaches. The penalty turns the cliff into a slope. Evaluation reports unshaped rewards.
+Overlong shaping: with truncation alone, one token decides between the full reward and none, and the policy gets no
+signal before the limit. The penalty grows linearly up to the limit instead. Evaluation reports unshaped rewards.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from outpace.runtime.user_code import (
 from outpace.types import Episode, Task, Trajectory
 
 MAX_ANSWER = 1 << 26
-"""Bytes of a reply of a grader process: scores, and columns of `log_extra` with their texts."""
+"""Maximum size in bytes of a grader's reply: scores, and the columns of `log_extra` with their texts."""
 
 
 class GraderProcess:
@@ -283,7 +283,7 @@ def _copy_containers(value: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Deep-copy JSON values several times as fast as `deepcopy`, which is used for any others within them."""
+    """Deep-copy JSON values, several times faster than `deepcopy`, which copies all other values."""
     kind = type(value)
     if kind is dict:
         return {key: _copy(each) for key, each in value.items()}
@@ -293,7 +293,7 @@ def _copy(value: Any) -> Any:
 
 
 async def _score_each(call: _Call, score: Callable[[_Call], Coroutine[Any, Any, Scores]]) -> Scores:
-    """Score every sample in a call of its own, all concurrently."""
+    """Score every sample in a separate call, all concurrently."""
     scores = await _gather_all(score(replace(call, first=sample, count=1)) for sample in range(call.count))
     return [score for (score,) in scores]
 
@@ -383,7 +383,7 @@ OVERLONG_REWARD = "overlong"
 
 def overlong_penalty(tokens: int, limit: int, rewards: RewardsConfig) -> float:
     """Return the penalty for `tokens` sampled tokens: it rises linearly over the last `rewards.overlong_buffer` tokens
-    before `limit`, and stays at `rewards.overlong_penalty` beyond, where multi-turn episodes can get."""
+    before `limit`, and stays at `rewards.overlong_penalty` for multi-turn episodes that exceed `limit`."""
     used = (tokens - (limit - rewards.overlong_buffer)) / rewards.overlong_buffer
     return -min(used, 1.0) * rewards.overlong_penalty if used > 0 else 0.0
 

@@ -103,7 +103,7 @@ class ProgramReward:
             test_side = asyncio.create_task(self._run_side("ask", theirs, stdin=tests))
             try:
                 await asyncio.wait({program_side, test_side}, return_when=asyncio.FIRST_COMPLETED)
-                for end in (ours, theirs):  # only the sandboxes hold them now, so each side sees the other one end
+                for end in (ours, theirs):  # now only the sandboxes hold them, so each sees when the other exits
                     end.close()
                 result = await test_side
                 if program_side.done():

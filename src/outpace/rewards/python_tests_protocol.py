@@ -12,9 +12,9 @@ Invariants
 - Plain data: None, booleans, numbers, text, bytes, and lists, tuples, sets and dicts of these; exactly these types, no
   subclasses.
 - Any other object stays in the program. The tests hold a `RemoteObject`, whose operations run in the program.
-- No operation of a `RemoteObject` sends the program the value it is compared with: it never equals plain data, and
-  ordering and arithmetic with plain data are not supported; `in` iterates. Between two objects of the program, the
-  program decides.
+- The program never receives the value that one of its objects is compared with: a `RemoteObject` never equals plain
+  data and supports no ordering or arithmetic with it; `in` iterates. Operations between two objects of the program run
+  in the program.
 - A name that the tests do not define is the Python builtin if there is one, else the program's. In the reverse order, a
   program could define its own `abs` or `sorted`.
 - Data from the program is decoded by hand; its exceptions become the nearest builtin exception type.

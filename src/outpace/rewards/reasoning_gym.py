@@ -166,7 +166,7 @@ def _powers_bounded(nodes: list[ast.AST]) -> bool:
 
 
 def _upper_bound(exponent: ast.AST) -> float:
-    """Return an upper bound for an exponent built from these numbers; infinite if it contains a power."""
+    """Return an upper bound of an exponent's value; infinite if it contains a power."""
     parts = list(ast.walk(exponent))
     if any(isinstance(part, ast.Pow) for part in parts):
         return math.inf

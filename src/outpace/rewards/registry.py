@@ -6,8 +6,8 @@ A reward function is a Python callable, or its name or reference (`outpace.runti
     @outpace.evaluator                 def f(task, episode) -> float | None                           one episode
     def compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict             verl's signature
 
-A function in TRL's signature gets the texts of a whole group, one of verl a single text. An evaluator gets one attempt:
-its trajectories, metrics and the rewards it already has. `check_rewards` finds every error that can be found before the
+A function in TRL's signature gets the texts of a whole group, a function of verl a single text. An evaluator gets one
+attempt: its trajectories, metrics and existing rewards. `check_rewards` finds every error that can be found before the
 run starts.
 """
 
@@ -35,7 +35,7 @@ from outpace.runtime.registry import REWARDS
 SETTING = "rewards.functions"
 ALWAYS_PASSED = ("prompts", "completions")
 ON_REQUEST = ("completion_ids", "environments", "trainer_state")
-"""Arguments that TRL passes too, passed only to functions that name them. `environments` are the live instances, so a
+"""Arguments from TRL that are passed only to functions that name them. `environments` are the live instances, so a
 function that names them runs in the rollout worker's process."""
 BUILT_FROM_CONFIG = ("judge", "python")
 """Built-in rewards with their own settings: the registry has the factory that builds each one from the config."""
@@ -72,7 +72,7 @@ def check_rewards(
     columns: Collection[str] | None = None,
     config: Config | None = None,
 ) -> list[NamedReward]:
-    """Resolve the functions and check weights and parameters, the latter against `columns` if given."""
+    """Resolve the functions and check their weights and, if `columns` is given, their required parameters."""
     found = resolve_rewards(names, config)
     if weights is not None and len(weights) != len(found):
         raise BadInput(f"rewards.weights: expected one weight per function ({len(found)}), got {len(weights)}")

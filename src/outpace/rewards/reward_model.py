@@ -1,6 +1,6 @@
-"""Reward models: sequence classifiers of transformers with one output, as reward functions.
+"""Reward models: transformers sequence classifiers with one output, used as reward functions.
 
-The model is loaded in the grader process, on first use, and stays there.
+The grader process loads the model on first use and keeps it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Scores a completion, with its prompt, by the first output of a classifier."""
+    """Scores each prompt and completion with the first output of a classifier."""
 
     def __init__(self, path: str, tokenizer: str | None = None) -> None:
-        """`path`: a Hugging Face directory or hub name. `tokenizer`: the same for its tokenizer, if that is another."""
+        """`path`: a Hugging Face directory or hub name. `tokenizer`: the same for the tokenizer; default: `path`."""
         self.path, self.tokenizer_path = path, tokenizer or path
         self.__name__ = path.rstrip("/").rpartition("/")[2]
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any, directory: Path) -> Self:
-        """Return the reward of a model and a tokenizer, each a name or an object. Objects are saved in `directory`."""
+        """Create a reward from a model and a tokenizer, each a name or an object. Objects are saved in `directory`."""
         for each, name in ((model, "model"), (tokenizer, "tokenizer")):
             if each is not None and not isinstance(each, str):
                 each.save_pretrained(directory / name)
@@ -62,13 +62,13 @@ class RewardModel:
         model = AutoModelForSequenceClassification.from_pretrained(self.path, num_labels=1).eval()
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the last token before it is scored
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # the last token before padding is scored
         return tokenizer, model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def trl_rewards(functions: Any, tokenizers: Any, directory: Path) -> list[Any]:
-    """Return the reward functions of TRL's trainers: a function, a model, its name, or a list of these, with tokenizers
-    for the models. Model objects are saved in `directory`."""
+    """Convert the reward functions of a TRL trainer: a function, a model, a model name, or a list of these, with
+    tokenizers for the models. Model objects are saved in `directory`."""
     given = functions if isinstance(functions, list) else [] if functions is None else [functions]
     tokenizers = tokenizers if isinstance(tokenizers, list) else [tokenizers] * len(given)
     if len(tokenizers) != len(given):

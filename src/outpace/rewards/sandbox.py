@@ -18,12 +18,12 @@ NOT prevented:
 - Reading Python's installed packages and /usr.
 - Without namespaces: reading files that its user may read, and writing to world-writable directories, any number of
   files of up to `file_mb`. As root this is a separate user, and its files in /tmp, /var/tmp and /dev/shm are removed.
-  As an ordinary user it is your own user with your files: files written outside its directory remain, and it may
-  signal your processes, and trace them if the system allows it. The log warns about this once.
+  As an ordinary user, the program runs as you: files it writes outside its directory remain, and it may signal your
+  processes, and trace them if the system allows it. The log warns about this once.
 
-Removing files is adversarial too (unreadable directories, trees deeper than PATH_MAX, links to other places):
-`remove_tree` moves the contents of subdirectories up to the top, one level at a time, through file descriptors and
-never through a link.
+The program's files may be hostile to removal (unreadable directories, trees deeper than PATH_MAX, links to other
+places): `remove_tree` moves the contents of subdirectories up to the top, one level at a time, through file descriptors
+and never through a link.
 """
 
 from __future__ import annotations

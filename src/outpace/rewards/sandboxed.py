@@ -1,12 +1,12 @@
-"""Inside of the sandbox: `python -I -S sandboxed.py SPEC_FD REPORT_FD`. Standalone script; imports nothing of outpace.
+"""Inside the sandbox: `python -I -S sandboxed.py SPEC_FD REPORT_FD`. Standalone script; imports nothing from outpace.
 
     supervisor: leads the session, creates the namespaces, enforces the timeout
       └─ init: process 1 of the new PID namespace; builds the file system, waits for the program
            └─ program: limits, separate user, no privileges to regain, then `exec` of a fresh interpreter
 
 Invariants
-- The program has no file descriptor of the report. Only supervisor and init write to it, and the program can neither
-  trace nor read them (separate user if possible, and never dumpable).
+- The program has no file descriptor of the report: only this script writes to it. The program can neither trace nor
+  read supervisor and init (separate user if possible, and never dumpable).
 - In a PID namespace, the kernel kills every process when `init` exits.
 - Isolation that the system refuses is skipped and reported, never assumed. Order: namespaces as root, else a user
   namespace, else none.

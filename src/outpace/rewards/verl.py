@@ -1,12 +1,12 @@
 """Reward functions of verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`, once per answer.
 
-A function that names `solution_str` and `ground_truth`, but not `completions`, is one of these. Its arguments come from
+A function that names `solution_str` and `ground_truth`, but not `completions`, counts as one. Its arguments come from
 the columns of a verl dataset: `data_source`, `reward_model` (with `ground_truth`) and `extra_info`, to which verl adds
 `num_turns` and `rollout_reward_scores`. It returns a number, or a dict whose `score` is the reward and whose other
 numbers become metrics, `episode/KEY`.
 
-`per_answer` turns such a function into one in TRL's signature that grades a group of one. Grading calls it for each
-answer separately, so that answers are graded concurrently and each has the whole `rewards.timeout_s`.
+`per_answer` wraps such a function in TRL's signature, for groups of one. Grading calls it once per answer, so answers
+are graded concurrently and each has the full `rewards.timeout_s`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.:@+-]+")
 
 
 def per_answer(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in TRL's signature for a function of verl; any other is returned as it is."""
+    """Wrap a function of verl in TRL's signature; return any other function unchanged."""
     named = named_parameters(function, ("solution_str", "ground_truth", "completions"))
     if named != {"solution_str", "ground_truth"}:
         return function
@@ -83,7 +83,7 @@ def _text(completion: Any) -> str:
 
 
 def _turns(completion: Any) -> int:
-    """Return how often user and assistant take turns, the prompt included. Consecutive tool results are one turn."""
+    """Return the number of turns, including the prompt. Consecutive tool results are one turn."""
     if isinstance(completion, str):
         return 2
     return 1 + sum(1 for _ in groupby(completion, lambda message: bool(message.get("role") == "assistant")))

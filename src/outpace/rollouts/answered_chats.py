@@ -1,4 +1,4 @@
-"""Chat requests with their answers, and which of them a rollout has recorded."""
+"""Chat requests with their answers, and how to match them to answers that a rollout recorded itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AnsweredChat(NamedTuple):
     answer: Answer
 
     def is_recorded_as(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` have the meaning of this request and its answer, whatever tools were offered."""
+        """Whether `messages` mean the same as this request followed by its answer. Tools are not compared."""
         own = [*self.messages, self.answer.message]
         return len(own) == len(messages) and all(
             comparable_message(mine) == comparable_message(given) for mine, given in zip(own, messages, strict=True)
@@ -26,8 +26,8 @@ class AnsweredChat(NamedTuple):
 def match_answers(
     answered: Sequence[AnsweredChat], recorded: Sequence[tuple[str, Sequence[Message]]]
 ) -> list[AnsweredChat | None]:
-    """Return the request of each recorded answer, which is given by a request id, or else by its messages: those of the
-    request and the answer. Every request is returned once; None: there is no such request left."""
+    """Match each recorded answer to a request, by request id first, else by messages: those of the request and its
+    answer. Each request is matched at most once; None means that there is no match."""
     left = {each.answer.request_id: each for each in answered}
     by_id = [left.pop(request_id, None) for request_id, _ in recorded]
     found: list[AnsweredChat | None] = []

@@ -42,7 +42,7 @@ PythonObjects = Mapping[str, Any]
 
 @dataclass
 class BuiltRollout:
-    """A rollout, that of evaluation, and the callbacks that close their resources."""
+    """The rollouts of training and evaluation, and the callbacks that close their resources."""
 
     rollout: Rollout
     evaluation: Rollout
@@ -115,7 +115,7 @@ def _custom_rollout(config: Config, given: PythonObjects) -> Rollout | None:
 
 
 def _evaluation_rollout(config: Config, given: PythonObjects) -> Rollout | None:
-    """Return the rollout of evaluation if it differs from that of training."""
+    """Return the evaluation rollout if it differs from the training rollout, else None."""
     if given.get("eval_rollout") is not None:
         if config.eval.rollout is not None:
             raise BadInput("eval.rollout: Trainer(eval_rollout=…) is also set; keep one")
@@ -152,7 +152,7 @@ def _tools(config: Config, given: PythonObjects) -> list[Tool]:
 
 
 def _environment_tools(origin: EnvironmentSource) -> FunctionTools:
-    """Return the tools of an environment class, as far as they are known without an instance."""
+    """Return the tools of an environment class; none for a function, whose tools are unknown until it is called."""
     factory = origin.load()
     tools = tools_of(factory, origin.setting).values() if isinstance(factory, type) else ()
     return FunctionTools(list(tools), origin.setting)

@@ -81,7 +81,7 @@ class PolicyClient:
         self.min_version: Version = order.min_version
         self.environment: object | None = None
         self.attempt = episode
-        self.answered: list[AnsweredChat] | None = None  # if set, `chat` adds every answer to a request made since then
+        self.answered: list[AnsweredChat] | None = None  # if set, `chat` appends the answers of all requests made since
         self._gateway = gateway
         self._log = current_log()
         self._openings = {} if openings is None else openings
@@ -133,10 +133,10 @@ class PolicyClient:
         listener: RequestListener | None = None,
         **overrides: Any,
     ) -> list[Answer]:
-        """Sample `n` answers to the same prompt, each with a request and seed of its own. The last is `newest`."""
+        """Sample `n` answers to the same prompt, each with its own request and seed. The last one becomes `newest`."""
         if not messages:
             raise RequestFailed("chat: messages is empty; pass at least one message")
-        sampler, answered = self._sampler, self.answered  # not those after a restart
+        sampler, answered = self._sampler, self.answered  # captured now: a restart replaces both
         requests = [sampler.reserve(overrides) for _ in range(n)]
         kept = () if answered is None else freeze(list(messages))
         history = as_messages(list(messages), sampler.system)
@@ -165,7 +165,7 @@ class PolicyClient:
         listener: RequestListener | None = None,
         **overrides: Any,
     ) -> list[Answer]:
-        """Sample `n` completions of the same prompt. Each is a request of its own, with its own seed."""
+        """Sample `n` completions of the same prompt, each with its own request and seed."""
         sampler = self._sampler
         requests = [sampler.reserve(overrides) for _ in range(n)]
         await yield_to_loop()
@@ -240,7 +240,7 @@ class PolicyClient:
 
     @property
     def breaks(self) -> int:
-        """How often a conversation could not be continued exactly, so that a new trajectory began."""
+        """How many times a conversation could not be continued exactly and a new trajectory began."""
         return self._sampler.conversations.breaks
 
     @property
@@ -257,14 +257,14 @@ class PolicyClient:
     async def abandon(self) -> ComponentFailed | None:
         """End the episode: close its endpoints, abort its in-flight requests and count their tokens.
 
-        Returns the error that must end the run, if one occurred behind the endpoints. The caller must raise it."""
+        Returns the component failure that a request to an endpoint met, if any. The caller must raise it."""
         fatal = None if self._gateway is None else await self._gateway.close_session(self)
         await self._sampler.requests.abandon()
         return fatal
 
     async def restart(self) -> ComponentFailed | None:
-        """Begin the episode again: what was sampled so far is counted as abandoned and not trained on. Endpoints are
-        closed. Returns the same as `abandon`."""
+        """Restart the episode: close its endpoints, abort its in-flight requests, and discard all answers, which are
+        counted as abandoned. Returns the same as `abandon`."""
         fatal = None if self._gateway is None else await self._gateway.close_session(self)
         requests = self._sampler.requests
         await requests.abort_all()

@@ -8,10 +8,10 @@ same for agents that send the full history with every request:
 If the agent replaced an answer, or the chat format cannot continue exactly, the whole history is rendered again as the
 start of another trajectory. Both cases count as breaks.
 
-Prefixes are compared by digests (`outpace.rollouts.history_digests`). The token ids are always those of the original.
+Digests (`outpace.rollouts.history_digests`) only find the prefix. Its token ids are always the original ones.
 
 An answer that must call a function starts with tokens that the model does not sample (`outpace.models.call_opening`).
-They are the end of its prompt, so they are not trained, and the answer is parsed together with them.
+They end the prompt, so they are not trained on, but they are parsed as part of the answer.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RenderedPrompts = dict[Hashable, list[int]]
 PROMPT = "prompt"
 """Source of the first tokens of a trajectory."""
 FORCED = "forced call"
-"""Source of the opening of a tool call that the request demands."""
+"""Source of the opening of a forced tool call."""
 
 
 def role_names(messages: Sequence[Message]) -> str:
@@ -71,7 +71,7 @@ class ConversationPosition:
 
 @dataclass
 class _KnownAnswer:
-    """An answer that a conversation may continue from. `rendered` is the full text, dropped once one does."""
+    """An answer that conversations may continue from. `rendered` is its full text, dropped once one continues."""
 
     turn: Turn
     context: tuple[Message, ...]
@@ -122,7 +122,7 @@ class ConversationIndex:
     def call_opening(
         self, names: Sequence[str], tools: Sequence[Schema], template_kwargs: TemplateKwargs = NO_KWARGS
     ) -> list[int]:
-        """Return the first tokens of an answer that must call one of the functions `names`; none without names."""
+        """Return the first tokens of an answer that must call one of the functions `names`; empty without names."""
         if not names:
             return []
         digest = call_digest(names, tools, template_kwargs)
@@ -223,7 +223,7 @@ class TurnSampler:
 
     chat_format: ChatFormat
     system: str | None
-    verbatim: bool  # prompts that are text are tokenized as they are
+    verbatim: bool  # tokenize text prompts without the chat template
     requests: EpisodeRequests
     conversations: ConversationIndex
     transcript: Transcript = field(default_factory=Transcript)
@@ -245,8 +245,8 @@ class TurnSampler:
     ) -> tuple[Turn, Answer]:
         """Send one request and record its turn.
 
-        The prompt is `observed` appended to `parent`'s answer, or `observed` alone if `parent` is None. At its end are
-        the `forced` first tokens of the answer, which are not sampled. `source` names the origin of the others."""
+        The prompt continues `parent`'s answer, if any, with `observed` and then with `forced`, the first tokens of the
+        answer, which are not sampled. `source` names the origin of `observed`."""
         source = f"{source}, {FORCED}" if forced else source
         turn, prompt = self.transcript.begin(request.id, role, parent, [*observed, *forced], source)
         if listener is not None:
@@ -258,8 +258,8 @@ class TurnSampler:
         return turn, self.newest
 
     async def sample_turns(self, requests: Sequence[ReservedRequest], *prompt: Any) -> list[tuple[Turn, Answer]]:
-        """Send several requests with the same prompt; the other arguments are those of `sample_turn`. However fast each
-        is, their turns are recorded in the order of the requests. If one fails, none is recorded."""
+        """Send several requests with the same prompt. `prompt` holds the other arguments of `sample_turn`. Turns are
+        recorded in the order of the requests, not of completion. If one fails, none is recorded."""
         try:
             sampled: list[tuple[Turn, Answer]] = await gather_or_cancel(
                 *(self.sample_turn(request, *prompt) for request in requests)
@@ -322,7 +322,7 @@ def without_stop(content: str, stops: Sequence[str]) -> str:
 
 
 def _read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a read-only view; the array itself if it is read-only, as those from an engine's process are."""
+    """Return a read-only view, or the array itself if it is read-only, as arrays from an engine's process are."""
     if not array.flags.writeable:
         return array
     view = array.view()

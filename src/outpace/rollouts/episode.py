@@ -2,8 +2,8 @@
 
     rollout(task, client) ─▶ Episode, Trajectory, number or None ─▶ validated Episode
 
-A rollout that raises, times out or returns an invalid result gives an episode with an error. Only two errors propagate,
-because every other episode would fail the same way: `ComponentFailed` and `BadInput`.
+A rollout that raises, times out or returns an invalid result produces a failed episode. Only `ComponentFailed` and
+`BadInput` propagate, because every other episode would fail the same way.
 
 Custom rollouts (`@outpace.rollout`): an async function takes the task and the client of its episode. A plain function
 takes the task and an OpenAI-compatible endpoint for its episode, and runs on a thread, where it may block.
@@ -49,7 +49,7 @@ EMPTY = "episode/empty"
 async def run_episode(
     rollout: Rollout, task: Task, client: PolicyClient, timeout_s: float, retries: int = 0
 ) -> Episode:
-    """Run the rollout, and up to `retries` times more if it raises.
+    """Run the rollout, and retry it up to `retries` times if it raises.
 
     Raises only `ComponentFailed`, `BadInput` and cancellation."""
     fatal: ComponentFailed | BadInput | None
@@ -103,8 +103,8 @@ def failed_episode(client: PolicyClient, reason: str, trace: str = "", stop: str
 def episode_of_parts(
     client: PolicyClient, parts: Sequence[EpisodePart], stop: str, metrics: Mapping[str, float]
 ) -> Episode:
-    """Return the episode that consists of these parts of what the client sampled, each with its own role and reward. It
-    is a failed one if there is no part, or if a part names a request that was not answered."""
+    """Build an episode from parts of what the client sampled, each with its own role and reward. The episode fails if
+    the parts name no request, or a request without an answer."""
     requests = [request for part in parts for request in part.requests]
     if not requests:
         if (reported := current_log()) is not None:
@@ -134,7 +134,7 @@ def own_rewards(episode: Episode) -> list[tuple[str, float]]:
 
 
 def has_reward(episode: Episode) -> bool:
-    """Return whether a reward was set by what made the episode."""
+    """Return whether the rollout or the task source already set a reward."""
     own = (kept.reward is not None or len(kept.turn_rewards) for kept in episode.trajectories)
     return bool(episode.rewards) or episode.reward != 0 or any(own)
 
@@ -142,10 +142,10 @@ def has_reward(episode: Episode) -> bool:
 def take_episodes(
     task: Task, newest: Version | None, decode: Callable[[Sequence[int]], str]
 ) -> tuple[Task, list[Episode]]:
-    """Return a task without its episodes, and the episodes as a rollout would have returned them.
+    """Separate a task from its supplied episodes, and return these as a rollout would return them.
 
-    Text that is missing is decoded, and rewards without a total are added up. No version is above `newest`: a run that
-    resumes from an older checkpoint has lost the weights that sampled the newer tokens."""
+    Missing text is decoded, and rewards without a total are summed. Versions are capped at `newest`: a run that resumes
+    from an older checkpoint has lost the weights that sampled newer tokens."""
     if not task.prompt:
         task = msgspec.structs.replace(task, prompt=decode(_first_prompt(task.episodes)))
     totals = any(episode.reward for episode in task.episodes)
@@ -250,7 +250,7 @@ def _client_metrics(client: PolicyClient) -> dict[str, float]:
 
 
 def is_float(value: Any) -> bool:
-    """Whether the value is a number that a float can hold, also if it is not finite."""
+    """Whether the value is a number that fits in a float, finite or not."""
     if type(value) is float:
         return True
     try:
@@ -273,7 +273,7 @@ def _checked(episode: Episode, client: PolicyClient) -> Episode:
             return failed_episode(client, f"the rollout's metric {name} is {one_line(repr(value), 60)}, not a number")
     try:
         extra = {encodable_text(str(column)): plain_value(value) for column, value in episode.extra.items()}
-    except Exception as error:  # of user code: `str` of a value
+    except Exception as error:  # user code: `str` of a value may raise anything
         return failed_episode(client, f"the rollout's extra columns cannot be recorded: {one_line(error)}")
     if unused := client.silent_roles:
         active = ", ".join(sorted({trajectory.role for trajectory in episode.trajectories}))

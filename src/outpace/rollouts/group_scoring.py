@@ -94,7 +94,7 @@ def version_range(sampled: Iterable[Trajectory | Row]) -> tuple[int, int]:
 
 
 def _too_few_reason(episodes: list[Episode], succeeded: int, least: int) -> str:
-    """Return why too few episodes are left, with the first episode error, or an empty string."""
+    """Return why too few episodes are left, with the first episode error. Empty if enough are left."""
     error = next((episode.error for episode in episodes if episode.error), "")
     if succeeded == 0:
         return error or "no attempt was made"
@@ -195,8 +195,8 @@ def build_report(
 def measure(
     episodes: list[Episode], report: GroupReport, log: MetricLog, is_solved: Callable[[float], bool]
 ) -> dict[str, Aggregate]:
-    """Return the metrics of a group: what was reported in `log`, and what its successful episodes and its report give.
-    `is_solved` says whether an episode with a return has solved the task."""
+    """Return the metrics of a group: those in `log`, and those computed from its successful episodes and its report.
+    `is_solved` tells whether a return means that the task is solved."""
     meter = Meter()
     meter.collect(log)
     succeeded = [episode for episode in episodes if episode.error is None]
@@ -252,7 +252,7 @@ def _role_rewards(episode: Episode) -> dict[str, float]:
 
 
 def _by_name(measured: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """Return the values of the episodes that report them, by name."""
+    """Return all values by name. Episodes that do not report a name are left out of its list."""
     names = sorted({name for values in measured for name in values})
     return {name: [values[name] for values in measured if name in values] for name in names}
 

@@ -1,4 +1,4 @@
-"""Digests of message histories, by which a request finds the answer that it continues.
+"""Digests of message histories, used to find the answer that a request continues from.
 
 A history is a chain of digests, one per message. Two messages are equal if they have the same meaning: tool-call ids,
 empty fields, white space around an answer, key order in arguments and omitted reasoning do not matter. Role, tools and
@@ -39,7 +39,7 @@ def comparable_message(message: Message) -> list[Any]:
 
 
 def answer_marks(messages: Sequence[Message]) -> tuple[Digest, ...]:
-    """Return, for each answer, a digest of its call ids and reasoning. It tells answers of equal content apart."""
+    """Return, for each answer, a digest of its call ids and reasoning. It distinguishes answers with equal content."""
     return tuple(
         _digest(b"", [[call.get("id") for call in message.get("tool_calls") or ()], message.get("reasoning_content")])
         for message in messages
@@ -59,7 +59,7 @@ def _is_plain(message: Message) -> bool:
 
 
 def call_digest(names: Sequence[str], tools: Sequence[Schema], template_kwargs: TemplateKwargs) -> Digest:
-    """Return the digest of what the opening of a forced tool call depends on."""
+    """Return the cache key of the opening of a forced tool call."""
     return _digest(b"call", [list(names), list(tools), dict(template_kwargs)])
 
 

@@ -124,7 +124,7 @@ class HumanClient:
         self._person.show(text)
 
     def log_metric(self, name: str, value: float, weight: float = 1.0) -> None:
-        """Nothing collects metrics of an episode that a person plays."""
+        """Do nothing: metrics of a human player's episodes are not collected."""
 
     async def complete(self, prompt: str | Sequence[int], *, role: str = "policy", **overrides: Any) -> Answer:
         text = prompt if isinstance(prompt, str) else f"[{plural(len(prompt), 'token')}]"

@@ -5,11 +5,11 @@
                                   └ model.logprobs ─▶ learner, in the order of its calls
 
 Invariants
-- A round is on disk before `produce` returns. A round that is on disk is not asked for again.
-- User code runs on threads of its own, never on the event loop.
-- The host never computes with the learner's weights: logprobs are a call of the learner like any other, so a background
+- A round is on disk before `produce` returns. A round on disk is never produced again.
+- User code runs on its own threads, never on the event loop.
+- The host never computes with the learner's weights: logprobs are an ordinary call to the learner, so a background
   producer cannot interleave with a collective of the learner's ranks. `model.module` is set only in synchronous rounds
-  of a producer in the learner's process, where the learner has nothing to do.
+  of a producer in the learner's process, while the learner is idle.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from outpace.tasks.stream import Round, StreamedTasks
 from outpace.types import Aggregate, Answer, FleetMember, Floats, GroupOrder, Ints, Message, Task, Version
 
 PRODUCER_DRAWS = 1 << 41
-"""Draw numbers from here on seed what producers sample, one per round; those of visits are lower."""
+"""First draw number of producer sampling, which takes one per round. Visits never use these draw numbers."""
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "stop_strings", "seed")
-"""Settings of the run that `generate` may replace."""
+"""Settings of the run that `generate` can override."""
 
 Prompt = str | Sequence[Message] | Sequence[int]
 """Text (one user message), chat messages, or token ids."""
@@ -58,8 +58,8 @@ T = TypeVar("T")
 
 
 class ProducerModel:
-    """The `model` of `produce`: samples from the current policy. May be called from any thread. The methods with an `a`
-    in front are coroutines, for any event loop."""
+    """The `model` argument of `produce`: samples from the current policy. May be called from any thread. `agenerate`
+    and `alogprobs` are coroutines for any event loop."""
 
     module: Any = None
     """The learner's module in synchronous rounds of a run with `run.runtime = "inline"`, else None."""
@@ -79,7 +79,7 @@ class ProducerModel:
         self._loop = asyncio.get_running_loop()
         self._version: Version = 0
         self.newest: Version = 0
-        """The newest version that an engine or an answer had."""
+        """The newest policy version seen in an engine or an answer."""
         self.start_round(0)
 
     @property
@@ -88,22 +88,22 @@ class ProducerModel:
         return self._version
 
     def generate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
-        """Sample `n` answers to each prompt, those of the first prompt first. `sampling` replaces settings of the
-        run, those of `SAMPLING`."""
+        """Sample `n` answers to each prompt, in the order of the prompts. `sampling` overrides the run's settings that
+        are named in `SAMPLING`."""
         return self._run(self._generate(prompts, n, sampling)).result()
 
     async def agenerate(self, prompts: Prompt | Sequence[Prompt], n: int = 1, **sampling: Any) -> list[Answer]:
         return await asyncio.wrap_future(self._run(self._generate(prompts, n, sampling)))
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[Floats]:
-        """Return the logprobs of every token but the first, by the learner's newest version."""
+        """Return the logprobs of every token but the first, under the learner's newest version."""
         return self._run(self._logprobs(sequences, temperature)).result()
 
     async def alogprobs(self, sequences: Sequence[Sequence[int]], temperature: float | None = None) -> list[Floats]:
         return await asyncio.wrap_future(self._run(self._logprobs(sequences, temperature)))
 
     def start_round(self, number: int) -> None:
-        """Seed what is sampled from now on by the round."""
+        """Seed all further sampling with the round number."""
         self._round = number
         self._answers = count()
 
@@ -145,7 +145,7 @@ class ProducerModel:
 
 
 def _as_prompts(prompts: Any) -> Sequence[Prompt]:
-    """Return a list of prompts; a single one may be given without a list around it."""
+    """Return a list of prompts; a single prompt is wrapped in a list."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], dict | int | np.integer)):
         return [prompts]
     return list(prompts)
@@ -153,7 +153,7 @@ def _as_prompts(prompts: Any) -> Sequence[Prompt]:
 
 @dataclass(frozen=True)
 class ProducerTrainer:
-    """What `set_trainer` of a producer gets."""
+    """The argument of a producer's `set_trainer`."""
 
     model: ProducerModel
     processing_class: Any
@@ -174,8 +174,8 @@ class ProducerHost:
         graded: bool = True,
         vocabulary: int = 0,
     ) -> None:
-        """`module`: the learner's, if it is in this process. `graded`: the run's functions or its rollout give
-        rewards. `vocabulary`: number of token ids of the model, if that is more than the tokenizer has."""
+        """`module`: the learner's module, if the learner is in this process. `graded`: the run's functions or its
+        rollout give rewards. `vocabulary`: number of token ids of the model, if the tokenizer has fewer."""
         self._config = config
         self._settings = config.producer
         self._background_kwargs: dict[str, Any] = {}
@@ -202,7 +202,7 @@ class ProducerHost:
             made, error = await run_in_thread(partial(self._make_round, number, step))
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise error
-        if error is not None:  # neither may pass through a task
+        if error is not None:  # a task cannot propagate StopIteration, SystemExit and the like
             raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
         await asyncio.to_thread(self._tasks.append_round, *made)  # not on the user's thread, which a run may abandon
         reported.add("producer/rounds", 1)
@@ -219,7 +219,7 @@ class ProducerHost:
         await self._model.close()
 
     def _make_round(self, number: int, step: Version) -> tuple[Round, list[Task]]:
-        """Ask for a round. Runs on a thread."""
+        """Produce and check a round. Runs on a thread."""
         if self._rng is None:
             if self._tasks.rng:
                 rng.restore(self._tasks.rng.encode())
@@ -269,7 +269,7 @@ class ProducerHost:
 
     @contextmanager
     def _module_in_use(self, number: int) -> Iterator[None]:
-        """Give the module to a synchronous round, as the settings say."""
+        """Expose the learner's module in a synchronous round, prepared as configured."""
         module = None if self._settings.in_background(number) else self._module
         if module is None:
             yield
@@ -302,8 +302,8 @@ def _empty_cache() -> None:
 
 
 def make_producer(given: Any, config: Config) -> Any:
-    """Return the producer: an object as it is, or one that a class or function makes of `config`,
-    `producer.options` and, if it takes them as `prompt_dataset`, the tasks that the config names."""
+    """Return the producer. A class or function is called with `producer.options`, with `config` if it takes one, and
+    with the tasks that the config names, if any, as `prompt_dataset`. An object is returned as it is."""
     if not isinstance(given, type) and hasattr(given, "produce"):
         return given
     options = dict(config.producer.options)

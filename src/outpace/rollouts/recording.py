@@ -4,8 +4,8 @@
     any other group ─▶ `record_untrained` ─▶ rollouts/filtered/, failed/ or dropped/
 
 The step that trains a finished group is not known when the group is scored, so its `AttemptRecord`s are stored in the
-journal entry. Everything here blocks on the disk: call it on a thread. A full or failing disk loses these files and
-logs a warning; the run continues.
+journal entry. Everything here blocks on the disk: call it on a thread. If the disk is full or fails, the
+files are lost and a warning is logged; the run continues.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class RecordedTurns:
 
     async def load(self) -> None:
         """Load the answers of an earlier attempt at this group, except those older than its `min_version`. If a request
-        was recorded twice, the later answer counts."""
+        was recorded twice, the later answer is used."""
         if self._log is None or not self._order.recorded:
             return
         for head, answer in await asyncio.to_thread(self._log.find, self._order.position):
@@ -97,7 +97,7 @@ class EpisodeRequests:
         turns: RecordedTurns | None = None,
         any_distribution: bool = False,
     ) -> None:
-        """`config`: for a held-out order, that of `evaluation_config`."""
+        """For a held-out order, `config` comes from `evaluation_config`."""
         self._engine = engine
         self._rollout = config.rollout
         self._seed = config.run.seed

@@ -79,7 +79,7 @@ class TrajectoryBuilder:
 
 
 class EpisodePart(NamedTuple):
-    """The answers of one agent in an episode, by request id: what is compared and rewarded as one attempt."""
+    """The answers of one agent in an episode, by request id. They are rewarded and compared as one attempt."""
 
     requests: Sequence[str]
     role: str
@@ -157,7 +157,7 @@ class Transcript:
         self.rewards[request_id] = value
 
     def longest_prefix(self, ids: Sequence[int], role: str) -> tuple[Turn | None, int]:
-        """Return the turn of that role with the longest prompt and answer that `ids` begin with, and that length."""
+        """Return the turn of this role whose prompt and answer are the longest prefix of `ids`, and its length."""
         wanted = np.array(ids, dtype=np.int32)
         best: tuple[Turn | None, int] = (None, 0)
         for turn in self.turns:

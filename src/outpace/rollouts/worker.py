@@ -126,7 +126,7 @@ class RolloutWorker:
         `closers`. Without `turns`, answers of unfinished groups are not recorded. Without `recorder`, nothing is
         written to rollouts/.
 
-        `heldout`: the held-out sets by name, the unnamed one under "". `evaluation_rollout`: None for `rollout`."""
+        `heldout` holds the held-out sets by name; the unnamed set is "". `evaluation_rollout` defaults to `rollout`."""
         weights = dict(zip((name for name, _ in reward_functions.functions), reward_functions.weights, strict=True))
         advantage = config.advantage
         credit = advantage_settings(configured_advantage(advantage), advantage.credit, advantage.gamma)
@@ -203,7 +203,7 @@ class RolloutWorker:
 
     def _render_prompts(self, count: int) -> list[Ints]:
         """Render the first `count` task prompts as chats without tools. A custom rollout may send something else."""
-        # A stream may not have begun.
+        # A stream may have no tasks yet.
         source = self._train if len(self._train) else next(iter(self._heldout.values()), ())
         given = [source[index].prompt for index in range(min(count, len(source)))]
         prompts = [prompt for prompt in given if prompt] or [PROBE_PROMPT]
@@ -359,7 +359,7 @@ class RolloutWorker:
         return [episode if episode.error else self._with_reward(episode, *next(graded)) for episode in episodes]
 
     def _log_once(self, task: Task, error: RewardFailed) -> None:
-        """Log the first failure for each reason with its traceback. All are counted in the report."""
+        """Log only the first failure for each reason, with its traceback. The report counts all failures."""
         if error.reason not in self._logged and len(self._logged) < MAX_LOGGED_REASONS:
             self._logged.add(error.reason)
             log.warning("grading task %s failed", task.id, exc_info=True)
@@ -402,7 +402,7 @@ class RolloutWorker:
 
 
 def _own_columns(episodes: list[Episode]) -> dict[str, list[Any]]:
-    """Return the columns that finished attempts came with."""
+    """Return the extra columns of the episodes, with None where an episode lacks one."""
     names = {name for episode in episodes for name in episode.extra}
     return {name: [episode.extra.get(name) for episode in episodes] for name in names}
 

@@ -3,7 +3,7 @@
     controller:       ComponentSpecs(config, ...) ─▶ one ComponentSpec per component ─▶ runtime.start
     child (or inline): build_engine / build_learner / build_worker (spec, peers) ─▶ the component
 
-`spec.settings` holds all that a component gets: the resolved config and a few values of this start of the run. Only
+`spec.settings` holds everything a component gets: the resolved config and a few values of this start of the run. Only
 engines and the learner import torch; a worker must not.
 """
 
@@ -84,8 +84,8 @@ class ComponentSettings(msgspec.Struct, frozen=True):
 
     @property
     def weight_files(self) -> Path | None:
-        """This run's folder in `weights.dir`, which other runs may use too. With a learner on several machines, which
-        all see the run directory, each start of the run has the same, and removes what a killed one has left."""
+        """This run's folder in `weights.dir`, which other runs may use too. If the learner runs on several machines,
+        every start of the run uses the same folder and removes what a killed start left."""
         if (folder := self.parsed.weights.dir) is None:
             return None
         of_run = hashlib.sha256(self.run_dir.encode()).hexdigest()[:16]
@@ -171,8 +171,8 @@ class ComponentSpecs:
         )
 
     def learners(self) -> list[ComponentSpec]:
-        """Return the spec of the learner, or one for each of its ranks. Other components only know the first. Ranks
-        that torchrun has started on other machines choose their GPUs themselves."""
+        """Return the spec of each rank of the learner. Other components know only the first. Ranks that torchrun
+        started on other machines choose their GPUs themselves."""
         calls = self._learner_sends or self._producer_code is not None
         gpus = self.placement.learners
         torchrun, several = self._settings.torchrun, self._settings.several_machines
@@ -439,9 +439,7 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
 
     async def connect_learner() -> Learner:
         nonlocal learner
-        if (
-            config.learner.devices > 1
-        ):  # each process would have to make the call between the same two of the controller
+        if config.learner.devices > 1:  # all ranks must make the call at the same point of their sequence
             raise BadInput("learner.devices: a producer can use model.logprobs only with one learner process; set 1")
         if learner is None:
             learner = await reconnecting_proxy(Learner, settings.url, spec.token, LEARNER)
@@ -460,7 +458,7 @@ async def build_producer(spec: ComponentSpec, peers: dict[str, Any]) -> object:
     module = getattr(getattr(learner, "backend", None), "model", None)  # of a learner in this process
     tasks = StreamedTasks(settings.journal / STREAM_FILE)
     graded, vocabulary = given.get("graded", True), vocabulary_size(config.model.path)
-    # On a thread, because it calls `set_trainer` of the user.
+    # On a thread, because it calls the user's `set_trainer`.
     return await asyncio.to_thread(ProducerHost, config, producer, tasks, model, tokenizer, module, graded, vocabulary)
 
 

@@ -3,8 +3,9 @@
     chunk, step, publish, save, load, logprobs  ─▶ every rank makes the same call, in the same order
     send, stats                                 ─▶ the first rank, which owns the snapshots
 
-Ranks compute the same numbers, so the first rank's answer is that of the group. If a call fails on one rank, the others
-fail too or wait for it in a collective: the group raises the error that explains most, and names its rank.
+The group returns the first rank's result, because all ranks compute the same, but sums chunk losses and reports the
+longest time. If a call fails on one rank, the others fail too or block in a collective. The group raises the most
+informative error and names its rank.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from outpace.types import (
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""How long the other ranks may take to fail after the first one: a process that has died may be noticed last."""
+"""How long to wait for the other ranks after one fails: a dead process may be noticed last."""
 
 
 def rank_environment(logs: Path, several_machines: bool) -> dict[str, str]:
-    """Return the environment variables of a learner process. If all are on this machine, their sockets must not be
-    reachable from others."""
+    """Return the environment variables of a learner process. If all are on this machine, other machines must not be
+    able to reach their sockets."""
     return ({} if several_machines else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}) | {
-        "TORCH_FR_BUFFER_SIZE": "1000",  # of the last collective calls, recorded for errors
+        "TORCH_FR_BUFFER_SIZE": "1000",  # collective calls to keep for error reports
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(logs / "collectives-nccl-"),  # torch appends the rank
     }
@@ -89,7 +90,7 @@ class LearnerGroup:
         try:
             await asyncio.wait(calls.values(), return_when=asyncio.FIRST_EXCEPTION)
             if _errors(calls):
-                # Without a checkpoint training continues, but not before all ranks have stopped writing it.
+                # Training continues without the checkpoint, but only after all ranks have stopped writing it.
                 writing = any(isinstance(error, NotSaved) for error in _errors(calls).values())
                 await asyncio.wait(calls.values(), timeout=None if writing else self._grace_s)
             if errors := _errors(calls):
@@ -106,7 +107,7 @@ def _errors(calls: Mapping[str, asyncio.Future[T]]) -> dict[str, BaseException]:
 
 
 def _explanation(errors: Mapping[str, BaseException], unfinished: list[str]) -> BaseException:
-    """Return the error to raise: a rank that has died, else a rank's own error, else one that does not respond, else a
+    """Return the error to raise, in order of preference: a dead rank, a rank's own error, an unresponsive rank, a
     failed collective."""
     for error in errors.values():
         if isinstance(error, ComponentLost):

@@ -1,14 +1,14 @@
 """User objects of a run: functions, classes, tasks and metrics that were passed or registered in Python.
 
-A run started from Python records them in its run directory so that `outpace eval` can find them again (`SavedObjects`):
+A run started from Python saves them in its run directory, so that `outpace eval` can restore them (`SavedObjects`):
 
     objects.json    references (`module:name`, `/path/to/file.py:name`) of functions and classes; `missing`: the rest
     heldout.jsonl   the held-out tasks used in evaluations, if the tasks were passed as objects
 
 Nothing is pickled. A lambda, a local function or a class from a notebook has no reference; the error names it.
 
-Child processes get the components that a script registered by name, and the metrics that it declared: `registered_for`
-collects them in the caller, and `Registered.install` registers them in the child.
+Child processes get the components that a script registered by name and the metrics that it declared. `registered_for`
+collects them in the caller; `Registered.install` registers them in the child.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Registered:
 
 
 def registered_for(config: Config, registries: Sequence[Registry], metrics: bool = False) -> Registered | None:
-    """Return what a component needs that looks up names in these registries, or None if nothing is registered."""
+    """Return what a component that uses these registries needs, or None if nothing is registered."""
     components = {registry.setting: _own_components(config, registry) for registry in registries}
     registered = Registered(
         {setting: own for setting, own in components.items() if own}, dict(DECLARED) if metrics else {}
@@ -190,7 +190,7 @@ def registered_for(config: Config, registries: Sequence[Registry], metrics: bool
 
 
 def tracker_references(names: Sequence[str]) -> list[str]:
-    """Return names and references of trackers that the reporter can load: a class that this program registered by its
+    """Return trackers as names or references that the reporter can load. A class that this program registered becomes a
     reference."""
     loadable = {name: reference_of(TRACKERS.find(name) if _is_own(TRACKERS, name) else name) for name in names}
     for name, reference in loadable.items():

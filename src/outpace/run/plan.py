@@ -1,7 +1,7 @@
 """Run planning: validate a config and the user's Python objects, and build a `RunPlan`.
 
-All validation happens here, before any process starts or any file of the run is written. The only side effect is that
-a model is downloaded or converted if necessary; the result is cached.
+All validation happens here, before any process starts or any file of the run is written. The only side effect: the
+model is downloaded or converted if necessary, and cached.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from outpace.types import Task
 NOT_GRADED = "rewards.functions: set at least one; no rollout or environment of this run gives a reward"
 
 BESIDE_LEARNER = ("eval_during_produce", "empty_cache_before_produce", "empty_cache_after_produce")
-"""Settings of a producer in the learner's process."""
+"""Producer settings that apply only in the learner's process."""
 
 TasksArgument = TaskSource | TaskStream | Sequence[Mapping[str, Any]]
 
@@ -114,7 +114,7 @@ class RunPlan:
 
     @property
     def producer_warning(self) -> str:
-        """Warning if settings are set that apply only beside the learner; empty otherwise."""
+        """Warning if settings are set that apply only in the learner's process; empty otherwise."""
         unused = [key for key in BESIDE_LEARNER if key in self.config.producer.model_fields_set]
         if self.producer_code is None or self.config.run.runtime == "inline" or not unused:
             return ""
@@ -185,7 +185,7 @@ def make_plan(config: Config, objects: UserObjects, quiet: bool = False) -> RunP
         raise BadInput(NOT_GRADED)
     sets = open_sets(config)
     _check_sets_are_graded(config, rewards, sets)
-    tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read what is journaled
+    tasks = own_sources if stream is None or own_sources is None else (None, heldout)  # workers read the journal
     carried: dict[str, Any] = {"tasks": tasks, "rewards": rewards if objects.rewards else None, **own}
     given = {name: value for name, value in (*carried.items(), ("producer", objects.producer)) if value is not None}
     if produced:
@@ -233,7 +233,7 @@ def check_functions(
     config: Config, rewards: Sequence[Reward | str], own: Mapping[str, Any], first: Task | None
 ) -> tuple[list[NamedReward], bool]:
     """Check rewards and rollout, given as objects or named in the config, against the first task, if it is
-    known. Returns the reward functions, and whether they or the rollout give a reward."""
+    known. Returns the reward functions, and whether they or the rollout compute a reward."""
     columns = None if first is None else first.columns
     functions = check_rewards(rewards or config.rewards.functions, config.rewards.weights, columns, config)
     return functions, check_rollout(config, own, first) or bool(functions)
@@ -330,7 +330,7 @@ def completed_message(plan: RunPlan) -> str:
 
 
 def _check_engines(config: Config) -> None:
-    """Check everything about engines and weight transport that takes about a second at most."""
+    """Check engines and weight transport, as thoroughly as possible within about a second."""
     if config.weights.transport == "ipc" and not uses_gpu(config):
         raise BadInput('weights.transport: "ipc" shares GPU memory, but this run uses no GPU; use "memory"')
     if config.weights.transport not in ("auto", *TRANSPORTS.built_in):

@@ -1,7 +1,7 @@
-"""The reporter as a child of a run or of `outpace report`: checks, start, messages, end.
+"""Parent side of the reporter process, for a run or `outpace report`: checks, start, messages, end.
 
-The child (`outpace.monitoring.reporter`) has a runtime directory of its own, with a cleanup process, because it sends
-the summary after the components have stopped. Its death does not end the run.
+The child (`outpace.monitoring.reporter`) has its own runtime directory and cleanup process, because it sends the
+summary after the components have stopped. Its death does not end the run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outpace.runtime.cleanup import RuntimeDirectory
 from outpace.runtime.registry import TRACKERS
 
 CHECK_S = 60.0
-"""Limit of the check whether the trackers are installed."""
+"""Time limit of the check that the trackers are installed."""
 NOTICE_S = 2.0
-"""After this time at the end of a run, say what is being waited for."""
+"""If sending at the end of a run takes longer than this, report it."""
 SEND_SHARE = 0.9
-"""Part of `report.finish_s` in which the process sends; in the rest it says what is missing."""
+"""Fraction of `report.finish_s` for sending. The rest is for reporting what is missing."""
 
 _OTHER_PYTHON = ("PYTHONPATH", "PYTHONHOME")
 """Variables that must not reach the Python of another environment."""
@@ -51,7 +51,7 @@ def report_order(config: Config, run: Path) -> ReportOrder:
 
 
 async def check_trackers(config: Config, run: Path) -> None:
-    """Raise `BadInput` for a tracker that the Python of the reporter does not have."""
+    """Raise `BadInput` if the reporter's Python does not have a tracker."""
     if not config.run.report_to:
         return
     python, lines = _python(config), list[str]()
@@ -80,7 +80,7 @@ async def check_trackers(config: Config, run: Path) -> None:
 
 
 async def _read_check(process: asyncio.subprocess.Process, lines: list[str]) -> str:
-    """Wait for the end of the check. Adds what it says to `lines`, as it comes, and returns what it prints."""
+    """Wait until the check ends. Appends its stdout to `lines` as it arrives, and returns its stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     errors = asyncio.ensure_future(process.stderr.read())
@@ -105,7 +105,7 @@ def _open_log(run: Path) -> BinaryIO:
 
 
 class _Child:
-    """A process of the reporter. It is in a session of its own, and dies with this process."""
+    """A reporter process, in its own session. It dies with this process."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str, directory: RuntimeDirectory) -> None:
         self.process = process
@@ -144,7 +144,7 @@ class RunReporter:
         self._finishing = False
 
     async def start(self, order: ReportOrder | None = None) -> None:
-        """Start the process. If that fails, say so: the run does not depend on it."""
+        """Start the process. A failure is only reported, because the run does not depend on it."""
         order = order or report_order(self._config, self._run)
         if not order.trackers:
             return
@@ -175,8 +175,8 @@ class RunReporter:
             )
 
     async def finish(self, within_s: float | None, aborted: bool = False) -> int | None:
-        """Have the rest sent within the limit, or give up at once if the run was aborted, and remove everything.
-        Returns the exit code of the process; None: it was killed, or there is none. `within_s` None: no limit."""
+        """Wait up to `within_s` (None: no limit) while the process sends the rest, not at all if the run was aborted.
+        Then end it and clean up. Returns its exit code; None: it had to be killed, or there is none."""
         try:
             if self._child is None or self._messages is None:
                 return None
@@ -210,7 +210,7 @@ class RunReporter:
 
 
 def send_run(run: Path, to: Sequence[str], settings: Sequence[str], say: Callable[[str], None]) -> None:
-    """Send a run to trackers, as far as they do not have it yet, and say a line for each of them. Raises `BadInput` for
+    """Send trackers the parts of a run that they do not have yet, and report one line for each. Raises `BadInput` for
     unknown trackers, `ComponentFailed` if not everything was sent."""
     read_resolved(run)  # raises if this is not a run
     chosen = [f"--run.report_to={','.join(to)}"] if to else []

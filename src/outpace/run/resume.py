@@ -4,15 +4,15 @@
     journal ─▶ finished groups, recorded completions ─────────┼─▶ recovered work, compacted in the journal
     evals.jsonl ─▶ newest version with a known result ────────┘
 
-A run that was killed before its first checkpoint starts over at version 0, with what the journal holds of that version.
+A run killed before its first checkpoint starts over at version 0 and recovers what the journal has for that version.
 
 A checkpoint (`CheckpointWriter`) is one directory with the learner's and the controller's state. It gets its final name
 only when it is complete.
 
 Invariants
-- `Learner.save` is the very next learner call after a checkpoint was ordered, unless it had to wait for the previous
-  checkpoint: nothing before it yields to other tasks.
-- A task that is cancelled while a thread works on the directory ends only after that thread is done.
+- `Learner.save` is the next learner call after a checkpoint is ordered, unless it must wait for the previous
+  checkpoint: no code before it yields to other tasks.
+- If a task is cancelled while a thread works on the directory, it ends only after that thread is done.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ TASKS_FILE = "tasks.json"
 """Fingerprint of the tasks that a run started with."""
 
 GROUP_SECTIONS = ("model", "rollout", "tools", "environment", "rewards", "judge", "sandbox", "filter", "advantage")
-"""Config sections that decide what is in a group. If one has changed, groups of an earlier start differ from what
-this one would produce."""
+"""Config sections that determine the content of a group. If one has changed, groups of earlier starts differ from those
+this start would produce."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class CheckpointWriter:
         self._saving = asyncio.Lock()
 
     async def save(self, version: Version, controller_state: Callable[[], Awaitable[ControllerState | None]]) -> bool:
-        """Write a checkpoint; return whether there is one now. `NotSaved` on I/O errors; earlier checkpoints are
+        """Write a checkpoint; return False if it was skipped. Raises `NotSaved` on I/O errors; earlier checkpoints are
         unaffected."""
         async with self._saving:
             try:

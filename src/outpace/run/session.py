@@ -93,7 +93,7 @@ class RunSession:
             self._driver.stop()
 
     def _on_request(self, request: Request) -> None:
-        """A callback requests something, on its own thread."""
+        """Handle a request from a callback. Runs on the callback's thread."""
         timed = self._config.run.deterministic and not any(callback.blocking for callback in self._plan.callbacks)
         if timed and request != "stop":
             raise BadInput(f"{request}: in a deterministic run, only a callback with blocking = True may call it")
@@ -123,7 +123,7 @@ class RunSession:
         except asyncio.CancelledError:
             aborted = True
             raise
-        finally:  # the summary that the trackers get is final now
+        finally:  # the summary for the trackers is final now
             await self._finish_reporter(aborted)
 
     async def _run(self, console: ProgressConsole, recorder: Recorder, callbacks: CallbackRunner) -> Summary:
@@ -160,7 +160,7 @@ class RunSession:
         return ended
 
     def _resume_hint(self, steps: int | None = None) -> str:
-        """Return how to resume the run, "" if it has no checkpoint. `steps`: those that were trained, if known."""
+        """Return how to resume the run, "" if it has no checkpoint. `steps`: number of steps trained, if known."""
         how = "train(resume=True)" if self._plan.objects else resume_command(self._log.dir)
         kept = max(commit.list_steps(self._log.dir / CHECKPOINTS), default=0)
         again = "" if kept == steps else f", from step {kept}"
@@ -178,7 +178,7 @@ class RunSession:
     async def _finish_reporter(self, aborted: bool) -> None:
         try:
             await self._reporter.finish(self._config.report.finish_s, aborted)
-        except asyncio.CancelledError:  # a second signal ends only the reporter: the run has ended before
+        except asyncio.CancelledError:  # a second signal ends only the reporter: the run has already ended
             if self._console is not None:
                 self._console.warning("trackers: not everything was sent")
 
@@ -249,7 +249,7 @@ class RunSession:
     # ------------------------------------------------------------------------------------------------ components
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, T]) -> T:
-        """Await a part of the start. It can take minutes, so `stop` cancels it."""
+        """Await one stage of the start. It can take minutes, so `stop` cancels it."""
         stopped = Interrupted("stopped while components were starting; nothing was trained")
         if self._stop_requested:
             start.close()

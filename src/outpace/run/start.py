@@ -1,7 +1,7 @@
 """Start-up of the components, for every command that needs them: train, evaluate, check-logprobs.
 
     plan ─▶ runtime directory ─▶ runtime ─▶ engines, workers, the learner and the producer, in parallel
-                                            (only engines and workers to evaluate)
+                                            (for evaluation, only engines and workers)
 
 However the command ends, `launch` stops the components and removes the runtime directory.
 """

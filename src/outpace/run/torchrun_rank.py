@@ -1,9 +1,9 @@
-"""A learner over the processes that torchrun has started, on one machine or several.
+"""A learner distributed over the processes that torchrun starts, on one or several machines.
 
     torchrun --nnodes 2 --nproc-per-node 8 ... -m outpace train config.toml      the same command on every machine
 
-Rank 0 is the controller, which starts everything else as usual, also its own rank of the learner. The others run
-`serve_rank`: they connect to it and become the learner's other ranks.
+Rank 0 is the controller: it starts everything else as usual, including the learner's rank 0. The other processes run
+`serve_rank`, connect to the controller and become the learner's other ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from outpace.runtime.torchrun import TorchrunProcess
 
 
 def with_ranks(config: Config, process: TorchrunProcess) -> Config:
-    """Return the config with one rank of the learner for every process of torchrun. Raises `BadInput` for settings that
-    do not work with them."""
+    """Return the config with one learner rank per process of torchrun. Raises `BadInput` for settings that do not work
+    with torchrun."""
     learner = config.learner
     if "devices" in learner.model_fields_set and learner.devices != process.size:
         raise BadInput(
@@ -37,7 +37,7 @@ def with_ranks(config: Config, process: TorchrunProcess) -> Config:
 
 
 def serve_rank(config: Config, process: TorchrunProcess) -> NoReturn:
-    """Become one rank of the learner of the run that rank 0 starts. Raises `OutpaceError` if that fails."""
+    """Become a learner rank of the run that rank 0 starts. Raises `OutpaceError` if that fails."""
     die_with_parent()
     assert config.run.dir is not None, "with_ranks has checked it"
     host = process.master if process.several_machines else "127.0.0.1"

@@ -1,9 +1,9 @@
 """Helpers for asyncio and user code: threads, time limits, task groups, fairness on the event loop.
 
-Synchronous user code runs in threads of its own (`call_user_function`, `run_in_thread`). A thread cannot be killed, so
-a call that hangs must be safe to abandon: it runs in a daemon thread that neither takes a slot of the loop's own
-executor, which the journal needs, nor blocks the exit of the process. Idle threads are reused: `Thread.start` waits
-until the new thread runs, which would delay the event loop.
+Synchronous user code runs in separate threads (`call_user_function`, `run_in_thread`). A thread cannot be killed, so a
+call that hangs must be safe to abandon: it runs in a daemon thread, which neither occupies the loop's executor (the
+journal needs it) nor blocks process exit. Idle threads are reused, because `Thread.start` waits until the new thread
+runs, which would delay the event loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 ThreadResult = tuple[Any, BaseException | None]
-"""The result and the exception as values: a future rejects StopIteration, and SystemExit in one would end the loop."""
+"""Result and exception, as values: a future rejects StopIteration, and a SystemExit in it would end the loop."""
 
 MAX_IDLE_THREADS = 32
-"""Most idle threads that are kept. Additional threads end after their call, so that a burst does not leave threads."""
+"""Maximum number of idle threads. Additional threads end after their call, so a burst leaves no threads behind."""
 
 _idle: list[_UserCodeThread] = []
 
@@ -92,7 +92,7 @@ def run_in_thread(work: Callable[[], Any]) -> asyncio.Future[ThreadResult]:
             returned = context.run(work)
         except BaseException as raised:  # thread boundary: re-raised by the caller
             error = raised
-        del work  # the caller may go on before this frame ends, and expects what `work` refers to to be freed
+        del work  # the caller may continue before this frame ends, and expects what `work` holds to be freed
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(complete, returned, error)
 
@@ -142,7 +142,7 @@ async def uncancelled(work: asyncio.Future[T]) -> T:
         if not ended.done():
             ended.set_result(None)
         elif not work.cancelled():
-            work.exception()  # retrieved, so that asyncio does not log it: the task that waited is gone
+            work.exception()  # marks it as retrieved, so that asyncio does not log it: the waiting task is gone
 
     work.add_done_callback(wake)
     await ended

@@ -3,7 +3,7 @@
 This is the only module that uses pickle, and only in one direction: over the socket that our own child inherited, which
 no other process can open. Pickled data is never read from a child, a file, or a socket that accepts connections.
 
-Data of strings, numbers, lists and dicts is sent as msgpack. Python callers may pass anything else, such as tuples,
+Plain data (strings, numbers, lists, dicts) is sent as msgpack. Python callers may pass anything else, such as tuples,
 arrays, decimals or objects; msgpack would reject or change those, so they are pickled like functions. Children send
 nothing by value.
 """
@@ -23,7 +23,7 @@ from outpace.runtime.references import FILE_MODULE, load_function
 
 @dataclass(frozen=True)
 class UserCodeSource:
-    """How a child obtains a user function or class: by `reference`, or from pickled `code` if that is empty."""
+    """How a child obtains a user function or class: by `reference`, or from pickled `code` if it is empty."""
 
     reference: str = ""
     code: bytes = b""
@@ -44,7 +44,7 @@ def source_by_value(value: Any) -> UserCodeSource:
 
 
 def pickle_objects(objects: dict[str, Any]) -> bytes:
-    """Pickle functions and task lists. Raises `BadInput` that names an object that cannot be pickled."""
+    """Pickle functions and task lists. Raises a `BadInput` that names the object that cannot be pickled."""
     given = {name: value for name, value in objects.items() if value is not None}
     if not given:
         return b""
@@ -77,7 +77,7 @@ _VALUES_KEY = "values"
 
 
 def encode_values(values: dict[str, Any]) -> tuple[bytes, bool]:
-    """Return the encoded values and whether they are pickled. Raises `BadInput` that names a value that cannot be."""
+    """Return the encoded values and whether they are pickled. Raises a `BadInput` that names an invalid value."""
     plain = encode_plain(values)
     if plain is not None:
         return plain, False

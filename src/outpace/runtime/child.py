@@ -1,15 +1,15 @@
 """Entry point of a component process: `python -m outpace.runtime.child FD PARENT NAME`.
 
 Reads the spec from the inherited socket, builds the component, reports that it is ready and serves calls until the
-socket closes. The exit code is 0 if the controller has said before that the run has ended, else 1. A child never
-outlives its parent: the kernel kills it when the parent dies, and it exits when the socket closes.
+socket closes. The exit code is 0 if the controller first announced the end of the run, else 1. A child never outlives
+its parent: the kernel kills it when the parent dies, and it exits when the socket closes.
 
 The socket is one of a pair with the controller or, in a process of torchrun, a connection to it over TCP
 (`outpace.runtime.remote`). PARENT is the controller or torchrun. NAME is for `ps` and `top` only.
 
 On SIGUSR2 the event loop, if it still runs, writes waits, tasks and thread stacks to the log. On SIGUSR1 faulthandler
 writes the stacks from C, whatever Python is doing. That reads frames without the GIL and can crash a process that is
-computing, so it is only for a process that did not respond to SIGUSR2.
+computing, so use it only if the process did not respond to SIGUSR2.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STATE_REPORT_HEADER = "waits:"
 
 
 CLOSE_S = 5.0
-"""How long a component may take to close. A call that hangs, such as one that waits for another rank, would hold it up
+"""How long a component may take to close. A call that hangs, such as one that waits for another rank, would block it
 forever."""
 
 CONTROLLER_GONE = "the controller has ended, or its connection is lost"
@@ -110,8 +110,8 @@ async def _build(spec: components.ComponentSpec) -> object:
 
 
 async def _unless_controller_ends(building: asyncio.Task[object], channel: Channel) -> object:
-    """Wait for the component, and exit if the controller ends before it is built. The kernel does not end this process
-    then, as it does for a child of the controller."""
+    """Wait for the component, and exit if the controller ends before it is built. The kernel ends only children of the
+    controller then, not this process."""
     ending = asyncio.create_task(channel.receive())  # the controller sends nothing before the component is ready
     await asyncio.wait([building, ending], return_when=asyncio.FIRST_COMPLETED)
     if ending.done():

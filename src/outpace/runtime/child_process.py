@@ -4,8 +4,8 @@
     start_program     any other program, which dies with this process
     ProcessOutput     what a child prints, forwarded to this process's stderr
 
-Components (`outpace.runtime.local`) and user-code processes (`outpace.runtime.user_code`) are both a `ChildProcess` and
-speak the RPC of `outpace.runtime.rpc`. Whatever a child starts is found and ended by `outpace.runtime.process_tree`.
+Components (`outpace.runtime.local`) and user-code processes (`outpace.runtime.user_code`) both use `ChildProcess` and
+the RPC of `outpace.runtime.rpc`. `outpace.runtime.process_tree` finds and ends everything that a child starts.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ChildProcess:
         await end_program(self._process, mark, whose)
 
     async def describe_end(self, within_s: float) -> str:
-        """Describe how the process ended, after its channel has closed: that happens shortly before its end."""
+        """Describe how the process ended. Call it when the channel has closed, which happens shortly before the end."""
         return describe_exit(self.ended.result()) if await self.gone(within_s) else "closed its connection"
 
 
@@ -170,7 +170,7 @@ async def pipe_reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.Re
 
 
 async def write_input(stream: asyncio.StreamWriter | None, data: bytes) -> None:
-    """Write `data` to the stdin of a program as far as the program reads it, then close the stream."""
+    """Write `data` to the stdin of a program, or as much as the program reads, then close the stream."""
     assert stream is not None, "the program was started with a stdin pipe"
     with suppress(ConnectionError):  # a program need not read its input
         stream.write(data)
@@ -179,7 +179,7 @@ async def write_input(stream: asyncio.StreamWriter | None, data: bytes) -> None:
 
 
 MAX_OUTPUT = 64 * 1024
-"""Bytes of output that are kept per call."""
+"""Bytes of output forwarded per call."""
 DROP_PAUSE_S = 0.01
 """Pause between two dropped chunks: at most 6 MB/s are read."""
 DRAIN_S = 0.5

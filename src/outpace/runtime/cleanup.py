@@ -1,6 +1,6 @@
 """Cleanup after a run: leftover processes, shared memory and runtime directories, however the run ends.
 
-`RuntimeDirectory` owns the directories of a run outside of its run directory:
+`RuntimeDirectory` owns the directories of a run outside its run directory:
 
     outpace-UID-XXXX         in memory: weight snapshots, sockets, the index of the run
     outpace-UID-XXXX-files   on disk: temporary files of workers and servers, and of the programs they start
@@ -14,9 +14,9 @@ If the cleanup process was killed too, the next run cleans up. Each directory ho
 a free lock means that the owner is dead. The file also records the mark and the index of the dead run, so that its
 processes and shared memory can be found.
 
-Descendants of a component are found by its mark (`outpace.runtime.process_table`), and those that lost the mark by the
-notes of their sessions in the index. A note also lists the shared memory that the session uses, so that it can be
-removed after all of its processes were killed at once. Other programs of the user have no mark and are never touched.
+Descendants of a component are found by its mark (`outpace.runtime.process_table`) or, if they lost the mark, by their
+session's note in the index. A note also lists the shared memory that the session uses, so that it can be removed even
+if all processes of the session were killed at once. Other programs of the user have no mark and are never touched.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from outpace.runtime.process_table import MARK_VARIABLE, new_mark, process_start
 log = logging.getLogger(__name__)
 
 _SOURCE = str(Path(__file__).parents[2])
-"""The directory that contains the package: all that the cleanup process imports besides the standard library."""
+"""The directory that contains the package. Besides the standard library, the cleanup process imports only from it."""
 
 LEAVE_LIMIT_S = 1.5 * PASSES * PAUSE_S
-"""Longer than all passes take. Usually one pass of a few hundredths of a second is enough."""
+"""Timeout, longer than all passes take. Usually one pass of a few hundredths of a second is enough."""
 
 
 class CleanupProcess:
@@ -223,7 +223,7 @@ def _prefix() -> str:
 
 
 def _lock_directory(directory: Path, **facts: str) -> int:
-    """Lock a directory for this process. `facts` are for the cleanup by a later run.
+    """Lock a directory for this process. A later run that cleans up reads `facts`.
 
     The file is locked before it gets its final name: another run must never find it unlocked."""
     unnamed = directory / f"{_OWNER_FILE}.new"
@@ -235,7 +235,7 @@ def _lock_directory(directory: Path, **facts: str) -> int:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what dead runs of this user left in `root`, and everything else that belongs to them."""
+    """Remove what dead runs of this user left in `root`, and their processes, shared memory and other directories."""
     for path in root.glob(f"{_prefix()}*"):
         with suppress(OSError):  # it was removed meanwhile
             if path.lstat().st_uid != os.getuid():
@@ -279,7 +279,7 @@ def _facts(lock: int) -> dict[str, Any]:
 
 
 def _remove_if_old(path: Path) -> None:
-    """Remove a path without an owner if it is old. A recent one may be in the middle of its creation or removal."""
+    """Remove a path without an owner if it is old. Another process may be creating or removing a recent one."""
     if time.time() - path.lstat().st_mtime <= OWNERLESS_S:
         return
     if path.is_dir() and not path.is_symlink():

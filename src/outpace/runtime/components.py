@@ -60,7 +60,7 @@ class ComponentSpec(msgspec.Struct, frozen=True):
     kind: ComponentKind = "worker"
     resources: Resources = Resources()
     restart: RestartSettings | None = None  # None: its death ends the run
-    environment: dict[str, str] = {}  # further environment variables of its process
+    environment: dict[str, str] = {}  # extra environment variables of its process
     code: bytes = b""
     listen: str | None = None  # socket path on which the component also serves its protocol to its peers
     token: str = ""
@@ -104,7 +104,7 @@ class Runtime(Protocol):
         ...
 
     async def dump(self) -> str:
-        """Return a report of what every component is doing, as far as available. Takes about a second."""
+        """Return a best-effort report of what every component is doing. Takes about a second."""
         ...
 
     async def stop(self, finished: bool = False) -> None:
@@ -121,7 +121,7 @@ class Breakable(Protocol):
     """A component that may fail in a way that only a new process can repair."""
 
     async def broken(self) -> ComponentFailed:
-        """Wait for such a failure and return it."""
+        """Wait until the component has such a failure, and return it."""
         ...
 
 

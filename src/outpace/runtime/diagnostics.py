@@ -79,7 +79,7 @@ def _await_chain(task: asyncio.Task[Any]) -> str:
 
 
 def _awaiting(awaited: Any) -> list[FrameType]:
-    """Return the frames from a coroutine to the innermost Python frame. `Task.get_stack` stops at the first."""
+    """Return the frames from a coroutine to the innermost Python frame. `Task.get_stack` stops at the first one."""
     frames: list[FrameType] = []
     while awaited is not None and len(frames) < MOST_FRAMES:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)
@@ -128,8 +128,8 @@ def crash_point(label: str) -> None:
 
 
 def _is_first_crash() -> bool:
-    """`OUTPACE_CRASH_MARK` names a file that is created before the first crash. If it exists, the process lives on;
-    otherwise a run that recovers would crash at the same point forever."""
+    """Return whether to crash. `OUTPACE_CRASH_MARK` names a file that is created before the first crash. If it exists,
+    the process does not crash again, so that a recovered run can pass this point."""
     mark = os.environ.get("OUTPACE_CRASH_MARK")
     if mark is None:
         return True

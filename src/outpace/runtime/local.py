@@ -7,9 +7,9 @@ Invariants
 - A child that exits for any reason after it was ready and before `stop` is added to `deaths` promptly, with the end of
   its log if that is readable. If it exits earlier, `start` or `restart` raises.
 - From its exit until its restart, every call to it raises, including the calls in flight.
-- A process that has connected ends when its connection closes. Its death is that the connection is lost.
-- `stop` first closes a child's socket, then sends SIGKILL; each wait has a timeout. Components that call others stop
-  before those: a connection lost while its caller is alive is logged as a fault. The cleanup process ends what the
+- A process that has connected ends when its connection closes. A lost connection counts as its death.
+- `stop` first closes a child's socket, then sends SIGKILL; each wait has a timeout. Callers stop before the components
+  they call: a connection lost while its caller is alive is logged as a fault. The cleanup process ends what the
   children have started: immediately when a child dies, otherwise at the end of the run.
 """
 
@@ -38,7 +38,7 @@ from outpace.runtime.rpc import DEFAULT_DEADLINE_S, END, RpcCall, RpcFailure, Rp
 STOP_DEADLINE_S = 5.0
 LOG_TAIL_LINES = 30
 MAX_LOG_READ = 20_000
-"""Most bytes of a log that are read at a time."""
+"""Maximum bytes of a log to read at a time."""
 
 DUMP_S = 2.0
 """How long a process may take to write its state to its log; the same time again after SIGUSR1."""
@@ -123,7 +123,7 @@ class Component:
         return errors.ComponentLost(self.spec.name, why if broken_down else how, tail)
 
     def sweep(self) -> None:
-        """End everything that its process has started on this machine."""
+        """End everything that the component's process has started on this machine."""
         if self._cleanup is not None and self._mark:
             self._cleanup.sweep(self._mark)
 
@@ -210,8 +210,8 @@ class LocalRuntime:
         cleanup: CleanupProcess | None = None,
         remote: RemoteProcesses | None = None,
     ) -> None:
-        """`append` keeps the logs of an earlier start of the same run. `remote` are the processes of components that
-        are not children."""
+        """`append` keeps the logs of an earlier start of the same run. `remote` accepts the processes of components
+        that are not children."""
         self._logs = logs
         self._append = append
         self._cleanup = cleanup

@@ -1,22 +1,22 @@
-"""Lists the descendants of a process, also those that left its process group or lost their parent.
+"""Lists the descendants of a process, including those that left its process group or lost their parent.
 
 A child is started with a mark in its environment, which its descendants inherit. The mark of a child extends the mark
 of its parent, so the mark of a run is a prefix of the marks of its components, and that of a component is a prefix of
 the marks of everything that it starts. Descendants are found in three ways, because each alone misses some:
 
-- process group and session: a process can leave them;
-- parent links: also find processes that left, but not those whose parent has ended;
-- mark: also finds those, unless they were executed with a new environment.
+- process group and session: miss processes that left them;
+- parent links: find those, but miss processes whose parent has ended;
+- mark: finds those too, but misses processes executed with a new environment.
 
 Not found: a process that left its session, lost its parent and dropped the mark.
 
 Marks cost a scan of /proc: 50 µs of CPU time per process on a slow core. The alternatives are worse. A subreaper gets
-the orphans of all of its children but not whose they are, and loses them to init when it is killed itself. A
+the orphans of all its children but cannot tell whose they are, and loses them to init when it is killed itself. A
 parent-death signal does not reach grandchildren. An ordinary user may not create a cgroup, nor may root in a container
 that mounts the cgroup file system read-only.
 
-A process may put anything into its environment. So a value is only compared with the marks that are looked for, by
-their exact lengths, and a mark is extended only if it has the format of `new_mark`.
+A process may put anything into its environment. So a value is only compared with the marks being searched for, by their
+exact lengths, and a mark is extended only if it has the format of `new_mark`.
 
 Uses only the standard library, and little of it: the cleanup process imports this module.
 """
@@ -59,7 +59,7 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._starts: dict[int, str] = {}
-        self._marks: dict[int, str] = {}  # without /proc; there they are read on demand
+        self._marks: dict[int, str] = {}  # only without /proc, from which marks are read on demand
         self._members: dict[int, set[int]] = defaultdict(set)  # by the pid of the parent, group leader, session leader
         for pid, start, leaders in self._from_proc() if _PROC else self._from_ps():
             self._starts[pid] = start
@@ -84,8 +84,8 @@ class ProcessTable:
     def kill(self, pids: Collection[int]) -> dict[int, str]:
         """Kill processes of this table, unless their pid was reused meanwhile. Returns their start times.
 
-        Look for them by these in the next table: a dying process loses its environment, and so its mark, before it has
-        ended."""
+        Use these to find them in the next table: a dying process loses its environment, and so its mark, before it
+        has ended."""
         for pid in pids:
             try:
                 if process_start_time(pid) == self.start(pid):

@@ -1,4 +1,4 @@
-"""Ends a child process together with everything it started, as far as `ProcessTable` finds it.
+"""Ends a child process together with everything it started that `ProcessTable` can find.
 
     end_process_tree ─▶ queue of trees ─▶ one thread: scan ─▶ kill groups and all that was found ─┐
                               ▲                                                                   │

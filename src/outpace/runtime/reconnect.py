@@ -1,4 +1,4 @@
-"""Proxies that reconnect: the peer may be restarted and is found again at the same socket path.
+"""Proxies that reconnect: a restarted peer listens at the same socket path.
 
     connected ── connection lost ──▶ reconnecting, in the background ── peer listens ──▶ connected
 

@@ -10,7 +10,7 @@ There is one `Registry` for each kind of component. A name is known if it is
 
 Where a name is allowed, so is a reference to any function or class: `package.module:name` or `path/to/file.py:name`.
 
-Kinds whose functions have settings of their own are in `outpace.algorithms.registry`. The process that runs trackers
+Kinds whose functions have their own settings are in `outpace.algorithms.registry`. The process that runs trackers
 imports this module, so it uses only the standard library.
 """
 
@@ -37,7 +37,7 @@ class Registry:
     """Components of one kind, by name.
 
     - `word`: the kind with its article, for messages
-    - `settings`: config keys that hold such names; the first one is in messages
+    - `settings`: config keys that hold such names; messages show the first
     - `decorator`: its name in `outpace`
     - `group`: group of entry points
     - `signature`: what a component looks like, for docs/extending.md
@@ -82,14 +82,14 @@ class Registry:
         return decorate
 
     def add(self, name: str, component: Any) -> None:
-        """Register a component. The same one again, as in a notebook or a script that is imported, replaces it."""
+        """Register a component. Registering it again, as in a notebook or an imported script, replaces it."""
         self.registered.setdefault(name, {})[_origin(self.code_of(component))] = component
 
     def names(self) -> list[str]:
         return list(dict.fromkeys([*self.built_in, *self.registered, *(each.name for each in self._entry_points())]))
 
     def is_installed(self, name: str) -> bool:
-        """Return whether a package has an entry point of this name: then every process knows it."""
+        """Return whether a package has an entry point of this name, so that every process knows it."""
         return any(each.name == name for each in self._entry_points())
 
     def find(self, name: str, setting: str = "") -> Any:
@@ -142,7 +142,7 @@ class Registry:
 
 
 def _origin(code: Any) -> Origin:
-    """A script is `__main__` when it runs and has another name when it is imported by reference: both are ""."""
+    """Return module and name. The module of a script is "", whether it is run or imported by reference."""
     module = getattr(code, "__module__", None) or ""
     own = module == "__main__" or module.startswith(FILE_MODULE)
     return "" if own else module, getattr(code, "__qualname__", None) or type(code).__name__
@@ -158,7 +158,7 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
 
 
 REGISTRIES: list[Registry] = []
-"""The registries of the modules that are imported."""
+"""The registries of all modules imported so far."""
 
 TASKS = Registry(
     "a task",

@@ -1,4 +1,4 @@
-"""Components in processes that this one has not started, on this machine or others: they connect over TCP.
+"""Components in processes that this one did not start. They connect over TCP, from this machine or others.
 
     controller                                            another process
     RemoteProcesses ── Invitation: port, secrets ──────▶  file in a directory that both see
@@ -7,13 +7,12 @@
                     ── StartOrder: threads, variables ─▶  become_component: exec `outpace.runtime.child`
                     ── ComponentSpec, calls ───────────▶
 
-From then on it is a component like a child, which serves the RPC of `outpace.runtime.rpc` on this connection.
+From then on the process is a component like a child: it serves the RPC of `outpace.runtime.rpc` on this connection.
 
 Invariants
-- Nothing of a peer is read before it has sent the token, and nothing but a small frame before it is accepted. The
-  secrets are in a file that only the user can read. The peer reads one small frame and starts nothing before the
-  controller has proved that it knows the second secret: another program may have got the port of a controller that was
-  killed.
+- The controller reads nothing from a peer before its token, and only a small frame before it accepts the peer. The
+  secrets are in a file that only the user can read. Until the controller has proved that it knows the second secret,
+  the peer reads only one small frame and starts nothing: another program may listen on the port of a killed controller.
 - Nothing is unpickled: the spec of such a component has no `code`, and `outpace.runtime.child` refuses one that has.
 - Connections are not encrypted, like those of torch.distributed: use them on a private network.
 - A peer whose machine acknowledges nothing for `SILENT_S` is treated as gone.
@@ -46,10 +45,10 @@ from outpace.runtime.wire import HEADER, WireError
 log = logging.getLogger(__name__)
 
 INVITATION_FILE = "learner_ranks.json"
-"""In the run directory while the controller waits for the other processes."""
+"""In the run directory from `RemoteProcesses.open` to `close`."""
 
 HELLO_BYTES = 4096
-"""Most bytes of a frame of a process that is not accepted yet."""
+"""Maximum bytes of a frame from a process that is not accepted yet."""
 
 SILENT_S = 60
 """A connection is closed if the other machine acknowledges nothing for this long."""
@@ -100,7 +99,7 @@ M = TypeVar("M")
 
 
 class _WatchedChannel(Channel):
-    """Tells when the other side is gone."""
+    """Sets `lost` when the other side is gone."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__(reader, writer)
@@ -137,14 +136,14 @@ class RemoteProcess:
         self._watched.abort()
 
     async def gone(self, within_s: float) -> bool:
-        """Wait until it has received everything. It ends by itself then, and cannot be waited for."""
+        """Close the connection once everything is sent. The process then ends by itself; its end cannot be observed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self.channel.finish()
         return True
 
     async def wait_end(self) -> str:
-        """Wait until its connection is lost and describe that."""
+        """Wait until the connection is lost, and describe that."""
         await self._watched.lost.wait()
         return f"has lost its connection ({self.where})"
 
@@ -176,7 +175,7 @@ class RemoteProcesses:
         await asyncio.to_thread(_write_private, self._file, msgspec.json.encode(invitation))
 
     async def take(self, name: str, number: int) -> RemoteProcess:
-        """Wait for a process. `name` is that of its component."""
+        """Wait for a process to connect. `name` is the name of its component."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await asyncio.shield(self._connected[number])
@@ -256,8 +255,8 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel close the connection if the other machine is silent: without this, one that has lost its power
-    or its network would never be noticed."""
+    """Have the kernel close the connection if the other machine is silent. Otherwise a machine that loses power or its
+    network would never be noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     linux = {"TCP_KEEPIDLE": SILENT_S // 3, "TCP_KEEPINTVL": SILENT_S // 6, "TCP_KEEPCNT": 4}
@@ -272,7 +271,7 @@ def _keep_alive(connection: socket.socket) -> None:
 def connect(directory: Path, number: int, host: str, within_s: float) -> socket.socket:
     """Connect to the controller, whose invitation is in `directory`, as process `number`. Blocks.
 
-    Retries, because the controller may still be starting, and the invitation may be that of an earlier one."""
+    Retries, because the controller may still be starting, and the invitation may be left from an earlier one."""
     deadline = time.monotonic() + within_s
     problem = f"{directory / INVITATION_FILE} did not appear; is it the same folder on all machines?"
     while time.monotonic() < deadline:
@@ -288,7 +287,7 @@ def connect(directory: Path, number: int, host: str, within_s: float) -> socket.
 
 def _read_invitation(directory: Path) -> Invitation | None:
     with suppress(OSError, msgspec.DecodeError):
-        os.listdir(directory)  # makes an NFS client look again
+        os.listdir(directory)  # makes an NFS client refresh the directory
         return msgspec.json.decode((directory / INVITATION_FILE).read_bytes(), type=Invitation)
     return None
 
@@ -323,7 +322,7 @@ def _is_same(directory: Path, other: str) -> bool:
 
 
 def _receive(connection: socket.socket, kind: Any, limit: int = wire.MAX_FRAME, deadline: float | None = None) -> Any:
-    """Return the next frame, None if the connection is closed. Reads not a byte more, which the component will read."""
+    """Return the next frame, None if the connection is closed. Reads no further: the component reads the rest."""
     header = _read(connection, HEADER.size, deadline)
     if header is None:
         return None
@@ -346,7 +345,7 @@ def _read(connection: socket.socket, size: int, deadline: float | None) -> bytes
 
 
 def _remaining(deadline: float) -> float:
-    """Return the time until then. Raises `TimeoutError` if it has passed."""
+    """Return the seconds until the deadline. Raises `TimeoutError` if it has passed."""
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError("it did not reply in time")
@@ -369,7 +368,7 @@ def decline(connection: socket.socket, error: OutpaceError) -> None:
 
 
 def become_component(connection: socket.socket, start: StartOrder, gpus: dict[str, str]) -> NoReturn:
-    """Replace this program by that of a component, which reads its spec from the connection."""
+    """Replace this program with that of a component, which reads its spec from the connection."""
     environment = without_torchrun(os.environ) | child_environment(start.threads) | start.environment | gpus
     try:
         output = os.open(start.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -14,7 +14,7 @@ Invariants
 - Every call has a timeout. When the channel closes, every pending call fails with `ComponentLost`, and so does every
   later call until the proxy is attached to a channel to the component's successor.
 - Nothing is unpickled. An exception is sent as its qualified class name, message and traceback text, all bounded. Only
-  the exact classes in `_TYPED_FAILURES` keep their type: a user's class with the name of one of them does not.
+  the exact classes in `_TYPED_FAILURES` keep their type; a user's class with the same name does not.
 - A reply to a call that was never made is an invalid frame and fails the connection.
 - A Unix socket is private to the user. A peer must send the token as its first frame; anything else closes the
   connection before any call is read.
@@ -60,7 +60,7 @@ P = TypeVar("P")
 
 DEFAULT_DEADLINE_S = 3600.0
 MAX_FAILURE_TEXT = 20_000
-"""Most characters of the message and of the traceback of a failure."""
+"""Maximum characters of a failure's message, and of its traceback."""
 
 
 def qualified_name(kind: type) -> str:
@@ -135,7 +135,7 @@ PING = "ping"
 """A call that every serving loop answers itself."""
 
 END = "end"
-"""A call that ends the serving loop. Without it the caller has failed, or has lost its connection."""
+"""A call that ends the serving loop. If the channel closes without it, the caller or its connection has failed."""
 
 
 READ_BYTES = 1 << 20
@@ -262,7 +262,7 @@ class RpcProxy:
             del self._pending[number]
 
     def _check_at(self, when: float) -> None:
-        """Check then which calls have timed out. One timer serves all calls: nearly all are answered in time."""
+        """Check at this time which calls have timed out. One timer serves all calls, because few time out."""
         self._stop_timer()
         self._next_check, self._timer = when, asyncio.get_running_loop().call_at(when, self._expire_calls)
 
@@ -336,7 +336,7 @@ def _copy(error: errors.ComponentFailed) -> errors.ComponentFailed:
 
 
 async def serve_calls(target: object, protocol: type, channel: Channel) -> bool:
-    """Serve calls to `target` until the other side is gone. Returns whether it said `END` before."""
+    """Serve calls to `target` until the other side is gone. Returns whether it sent `END` first."""
     running: set[asyncio.Task[None]] = set()
     try:
         while (frame := await channel.receive()) is not None:

@@ -24,7 +24,7 @@ _SHARED_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 @dataclass(frozen=True)
 class TorchrunProcess:
-    """This process among all that torchrun has started."""
+    """The place of this process among those that torchrun started."""
 
     rank: int
     size: int
@@ -65,14 +65,14 @@ def resume_command(run: Path) -> str:
 
 
 def refuse_torchrun(what: str) -> None:
-    """Raise `BadInput` if torchrun has started this process beside others: each would do the same."""
+    """Raise `BadInput` if torchrun has started several processes: each would do the same work."""
     if torchrun_process() is not None:
         raise BadInput(f"{what}: start this without torchrun; only `outpace train` divides its work among processes")
 
 
 def without_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those of torchrun: a child is not one of its processes, and torch in it would take
-    the store of a process group for torchrun's."""
+    """Return the variables without those of torchrun. With them, torch in a child would mistake the store of its own
+    process group for torchrun's."""
     if RUN_ID not in environment:
         return dict(environment)
     return {

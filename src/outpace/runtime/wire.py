@@ -19,7 +19,7 @@ from outpace.errors import OutpaceError
 T = TypeVar("T")
 
 MAX_FRAME = 1 << 30
-"""Most bytes of a frame body. Longer frames are rejected before memory is allocated for them."""
+"""Maximum bytes of a frame body. Longer frames are rejected before memory is allocated for them."""
 
 HEADER = struct.Struct("<I")
 
@@ -90,12 +90,12 @@ def frame(body: bytes) -> bytes:
 
 
 class FrameBuffer:
-    """Received bytes of a stream, from which whole frames are taken."""
+    """Splits the received bytes of a stream into frames."""
 
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._limit = limit
         self._data = bytearray()
-        self._start = 0  # of the first frame that was not taken
+        self._start = 0  # offset of the next frame
 
     def add(self, data: bytes) -> None:
         del self._data[: self._start]

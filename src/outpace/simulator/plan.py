@@ -111,7 +111,7 @@ def with_best_split(
 
 
 def _search_minimum(value: Callable[[int], float], low: int, high: int) -> None:
-    """Golden-section search over integers, followed by a local search. `value` records what it was called with."""
+    """Golden-section search over integers, followed by a local search. `value` records its calls."""
     lowest, highest, stride = low, high, max(1, (high - low) // SEARCH_RESOLUTION)
     while high - low > 2 * stride:
         reach = round((high - low) * GOLDEN)

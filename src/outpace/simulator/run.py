@@ -121,7 +121,7 @@ MakeObservers = Callable[[Scheduler, SimulatedCluster], Sequence[SimulationObser
 
 
 class SimulatedRun:
-    """One simulated run. `run()` returns its result; `ended` says why it ended."""
+    """One simulated run. `run()` returns its result; `ended` is the reason why it ended."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class Table(Protocol):
 
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]
-"""Prompt of a task whose environment gives the prompt."""
+"""Prompt of a task whose environment supplies the prompt."""
 
 
 def sized_rows(dataset: Any, environment: object | None) -> Any:
@@ -206,7 +206,7 @@ class TaskSubset:
 
 
 class JoinedRows:
-    """The rows of several sources, one after the other, each passed through a function when it is read."""
+    """The concatenated rows of several sources. Each row passes through its source's function when it is read."""
 
     def __init__(self, parts: Sequence[tuple[Rows, Callable[[Any], Any]]]) -> None:
         self._parts = parts
@@ -386,7 +386,7 @@ class JsonlRows:
         return blake2b(lengths.tobytes() + digest_bytes(int(run_offsets[-1]), read), digest_size=16).digest()
 
     def locate(self, index: int) -> str:
-        """Return the line number of a row, from 1. It rereads the file, because only error messages need it."""
+        """Return the line number of a row, from 1. Rereads the file, because only error messages need it."""
         number, position = 1, 0
         with self._file.open("rb") as lines:
             for line in lines:

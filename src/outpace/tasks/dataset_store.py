@@ -75,7 +75,7 @@ class DatasetStore:
         description: str = "",
         category: str = "",
     ) -> StoredDataset:
-        """Save the rows, replacing those that the split had."""
+        """Save the rows, replacing the previous rows of the split."""
         rows = [dict(row) for row in data]
         if not rows:
             raise BadInput(f"dataset {name}: the split {split} has no rows")

@@ -6,8 +6,8 @@
     sources that generate tasks       the number of tasks, and sampled tasks
 
 Invariants
-- Two fingerprints of the same tasks have no `difference`, across processes and machines: digests contain no built-in
-  `hash`, key order, memory address or time.
+- Two fingerprints of the same tasks have no `difference`, across processes and machines: digests do not depend on the
+  built-in `hash`, key order, memory addresses or time.
 - A fingerprint delays startup by seconds at most: from a slow source, only MIN_SAMPLES tasks are sampled.
 - Memory stays flat, and at most MAX_BYTES of a file are read: from a larger file, chunks at fixed positions, and the
   length of every row.
@@ -62,7 +62,7 @@ class TaskSample(msgspec.Struct, frozen=True):
 
 
 class TaskContent(msgspec.Struct, frozen=True):
-    """What the digest of a task without episodes covers. Digests in checkpoints depend on this order."""
+    """Content that the digest of a task without episodes covers. Digests in checkpoints depend on the field order."""
 
     id: str
     prompt: str | list[Message]
@@ -161,7 +161,7 @@ def _sample(source: TaskSource, index: int) -> TaskSample:
         task = source[index]
     except BadInput:
         raise
-    # A user's task source may raise anything. Then the prompt visit fails later, not the start of the run.
+    # A user's task source may raise anything. The later visit of the task fails, but not the start of the run.
     except Exception as error:
         return TaskSample(index, "", type(error).__name__)
     digest = blake2b(_encoded((task.prompt, task.columns)), digest_size=8)

@@ -8,7 +8,7 @@ Invariants
 The shuffle is a Feistel network over the smallest even number of bits that holds every index, keyed by (seed, epoch).
 An index outside the source is encrypted again until it falls inside (cycle walking), which keeps it a permutation.
 
-Repeated visits have positions and draws of their own, above those of all first visits (`REROLL`, `REPEATED_DRAWS`).
+Repeated visits have separate positions and draws, above those of all first visits (`REROLL`, `REPEATED_DRAWS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REROLL = 1 << 48
 """`REROLL * n + position` is the position of the n-th re-roll of a visit. No first visit has a position this high."""
 
 REPEATED_DRAWS = 1 << 40
-"""Draw numbers from here to `REROLL` belong to repeated visits that were cancelled before; all others are positions."""
+"""`REPEATED_DRAWS + group` is the draw number of a visit that was cancelled before; other visits draw by position."""
 
 
 def reroll_number(position: int) -> int:
@@ -38,7 +38,7 @@ def first_visit(position: int) -> int:
 @dataclass(frozen=True)
 class TaskOrder:
     """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position. A re-roll
-    has those of the visit that it repeats."""
+    has the same as the visit that it repeats."""
 
     count: int
     seed: int

@@ -1,4 +1,4 @@
-"""What a data producer returned, as the tasks of one round.
+"""Converts what a data producer returned to the tasks of one round.
 
     rows with a prompt ────────────────────────────▶ Task
     rows with completion_ids, one per attempt ─────▶ Task with episodes, one per row of the same prompt
@@ -17,8 +17,8 @@ Columns of a finished attempt have the names that TRL gives them:
     group, id                                  which rows are attempts at the same prompt; default: adjacent rows with
                                                the same prompt_ids
 
-Tokens that the mask of a completion excludes between sampled ones are observed, like tool results. Everything invalid
-is a `BadInput` that names the round, the row and the column.
+Tokens that `completion_mask` excludes before its last included token are observed, like tool results. Everything
+invalid is a `BadInput` that names the round, the row and the column.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Item:
 
 
 LOGPROB_ROUNDING = 1e-3
-"""How far above 0 rounding may put a logprob."""
+"""How far a logprob may exceed 0 because of rounding."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class _Row:
 
 
 UNKNOWN_PROMPT = "?"
-"""Passes the check of rows for finished attempts without a `prompt`. Their task has an empty prompt, which the worker
-replaces by the text of `prompt_ids`."""
+"""Placeholder with which finished attempts without a `prompt` pass the row check. Their task has an empty prompt, which
+the worker replaces with the text of `prompt_ids`."""
 
 
 def tasks_of(dataset: object, round: int, version: Version, graded: bool = True) -> list[Task]:
-    """Return the tasks of a round from what `produce` returned. `version` is the newest policy version: no token is
-    newer, and tokens without a version get it. If the run is not `graded`, episodes have the reward that they say, also
-    if it is 0."""
+    """Convert the dataset that `produce` returned to the tasks of a round. `version` is the newest policy version: a
+    newer token raises `BadInput`, and tokens without a version get it. Without `graded`, an episode's reward counts
+    even if it is 0."""
     items: dict[Hashable, _Item] = {}
     for row in _rows(dataset, round):
         if "episodes" in row.values:
@@ -188,7 +188,7 @@ def _task_row(row: _Row) -> dict[str, Any]:
 
 
 def _attempt_key(row: _Row, items: Mapping[Hashable, _Item]) -> Hashable:
-    """Return what rows of the same task have in common."""
+    """Return a key that is the same for all rows of a task."""
     for column in ("group", "id"):
         value = _plain(row.values.get(column))
         if value is not None:
@@ -274,7 +274,7 @@ def _versions(row: _Row, length: int, version: Version) -> NDArray[Any]:
 
 @cache
 def _say_versions_are_assumed() -> None:
-    """Say it once per process."""
+    """Warn once per process."""
     log.warning("finished rollouts have no versions: the version of the policy when they were produced is assumed")
 
 
@@ -292,7 +292,7 @@ def _rewards(row: _Row) -> tuple[dict[str, float], float]:
 
 
 def _check_same_task(row: _Row, item: _Item) -> None:
-    """Raise if the row differs from the first attempt in what reward functions get."""
+    """Raise if the row differs from the first attempt in task columns or in having rewards."""
     same = f"differs from row {item.number} of the same prompt"
     if bool(item.episodes[0].rewards) != bool(item.episodes[-1].rewards):
         raise row.bad(f"{same}: only one of them has a reward")
@@ -324,7 +324,7 @@ def _given_episodes(row: _Row, version: Version, graded: bool) -> list[Episode]:
 
 
 def _checked(row: _Row, trajectory: Trajectory, version: Version) -> Trajectory:
-    """Return the trajectory with the dtypes of a sampled one."""
+    """Check a trajectory and cast its arrays to the dtypes of sampled ones."""
     if problem := trajectory_problem(trajectory):
         raise row.bad(f"cannot be trained on: {problem}")
     newest = int(trajectory.versions[trajectory.mask].max(initial=OBSERVED))
@@ -350,7 +350,7 @@ def _as_array(value: Any) -> NDArray[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: tensors and arrays as lists and numbers."""
+    """Convert a value to JSON types: tensors and arrays become lists and numbers."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -2,8 +2,8 @@
 
     DataProducer.produce ─▶ dataset ─▶ `tasks_of` (`outpace.tasks.produced`) ─▶ tasks of one round
 
-The classes have the names, arguments and meanings that users of other libraries know. None of them imports torch:
-tensors are recognized by their methods.
+The classes have the same names, arguments and semantics as in other libraries. Tensors are recognized by their
+methods, without importing torch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class DataProducer(ABC):
         """Return the dataset of the next round: rows with a `prompt` to roll out, or finished rollouts.
 
         A dataset is a `RolloutDataset`, a list of dicts or of `Task`, a Hugging Face `Dataset`, or any object with a
-        length and an index. `round` in `kwargs` is the number of the round, counted from 0 over all starts of the
-        run. After a kill the same round may be asked for again."""
+        length and an index. `round` in `kwargs` is the number of the round, counted from 0 across restarts of the
+        run. After a kill, `produce` may be called for the same round again."""
 
 
 class BaseDataProducer(DataProducer):
@@ -91,7 +91,7 @@ class AsyncDataProducer(DataProducer):
         **kwargs: Any,
     ) -> Any:
         """Return the next dataset, blocking if the prefetch has not finished. An exception of the inner producer is
-        raised by the call that its round belongs to."""
+        raised by the call that would return its round."""
         if self._is_shut_down:
             raise RuntimeError("AsyncDataProducer: produce was called after shutdown")
         kwargs |= {"processing_class": processing_class, "accelerator": accelerator, "args": args}
@@ -113,7 +113,7 @@ class AsyncDataProducer(DataProducer):
             hook(dataset, global_step)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Cancel the rounds that have not begun, and wait until the running one has ended, at most `timeout_s`."""
+        """Cancel the rounds that have not begun, and wait at most `timeout_s` for the running one to end."""
         self._is_shut_down = True
         for future in self._pending:
             future.cancel()
@@ -151,17 +151,17 @@ class AsyncDataProducer(DataProducer):
 
 
 def call_produce(producer: DataProducer, model: Any, global_step: int, kwargs: Mapping[str, Any]) -> Any:
-    """Call `produce` on this thread, to its end also if it is a coroutine."""
+    """Call `produce` on this thread. A coroutine is run to completion."""
     produced = producer.produce(model, global_step, **kwargs)
     return asyncio.run(produced) if inspect.iscoroutine(produced) else produced
 
 
 class GRPODataProducer(BaseDataProducer):
-    """Gives the prompts of a dataset in generation batches: `generation_batch_size / num_generations` different
-    prompts per round, each of which the run rolls out as one group.
+    """Supplies the prompts of a dataset in generation batches: `generation_batch_size / num_generations` different
+    prompts per round. The run rolls out each prompt as one group.
 
-    Every epoch has an order of its own if `shuffle_dataset` is set, which depends on `seed` and the epoch only. Prompts
-    that do not fill the last batch of an epoch are left out of it."""
+    With `shuffle_dataset`, every epoch has its own order, which depends only on `seed` and the epoch. An incomplete
+    last batch of an epoch is dropped."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class GRPODataProducer(BaseDataProducer):
         args: Any = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Return the prompts of `round`, or of the round after the last one."""
+        """Return the prompts of `round`; default: the round after the previous call's."""
         number = kwargs.get("round", self._round)
         self._round = number + 1
         epoch, batch = divmod(number, self._rounds_per_epoch)
@@ -221,12 +221,12 @@ class GRPODataProducer(BaseDataProducer):
 
 
 class RolloutFunctionProducer(GRPODataProducer):
-    """Gives the finished rollouts of a function in the form of TRL's `rollout_func`.
+    """Supplies the finished rollouts of a function with the interface of TRL's `rollout_func`.
 
     `rollout_func(prompts, trainer)` gets every prompt of a generation batch `num_generations` times, and returns lists
     of `prompt_ids`, `completion_ids` and `logprobs`, one entry per prompt. `env_mask` marks the tokens of a completion
-    that the policy sampled. Any other entry goes to the reward functions: lists by completion, other values as they
-    are. `trainer` has `model`, `processing_class`, `args`, `num_generations` and `state.global_step`."""
+    that the policy sampled. All other entries go to the reward functions: lists per completion, other values
+    unchanged. `trainer` has `model`, `processing_class`, `args`, `num_generations` and `state.global_step`."""
 
     def __init__(self, function: Callable[[list[Any], Any], Mapping[str, Any]], args: Any, prompts: Rows) -> None:
         """`args`: TRL's `GRPOConfig`, or an object with its attributes."""
@@ -269,7 +269,7 @@ def _entry(columns: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 ALWAYS_SHARED = frozenset({"num_items_in_batch", "_pending_policy_logps"})
-"""Keys that are never per sample, whatever their values."""
+"""Keys that are never per sample, regardless of their values."""
 
 
 class RolloutDataset:
@@ -301,8 +301,8 @@ def _is_per_sample(value: Any) -> bool:
 
 
 def make_rollout_collator(shared_keys: Collection[str]) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    """Return a function that makes a batch of rows: shared keys are passed through, tensors and arrays stacked, and all
-    other values become lists."""
+    """Return a function that collates rows into a batch: shared keys are passed through, tensors and arrays stacked,
+    and all other values become lists."""
 
     def collate(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         first = batch[0]

@@ -30,10 +30,10 @@ from outpace.types import Task
 PREFIX = "reasoning_gym"
 SIZE, HELDOUT_SIZE = 5000, 500
 HELDOUT_ONE_IN = 4
-"""A held-out task takes this many generated questions on average until one is in its split; questions are cheap."""
+"""One question in this many is held out. Finding one takes as many generated questions on average, which are cheap."""
 
 CANDIDATES_PER_GENERATOR = 4
-"""Questions of one generator that an index tries. Kept small: some generators create all their questions up front."""
+"""Questions that each index tries per generator. Kept small: some generators create all their questions up front."""
 MAX_GENERATORS = 32
 SEEDS_PER_SPLIT = 2**30
 

@@ -1,7 +1,7 @@
-"""Opening of the task sources that a config names.
+"""Opens the task sources that a config names.
 
-A function of the registry takes the config and returns the training source (or a `TaskStream`) and the held-out
-source, or None if nothing is held out. A built-in task is a function of split and seed.
+A registered function takes the config and returns the training source (or a `TaskStream`) and the held-out source, or
+None if nothing is held out. The function of a built-in task takes split and seed instead.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def open_train(config: Config) -> TaskSource:
 
 
 def open_heldout(config: Config) -> TaskSource:
-    """Return the tasks of `tasks.eval_path`, or those that are held out of the tasks that the config names."""
+    """Return the tasks of `tasks.eval_path`, or the held-out part of the tasks that the config names."""
     if config.tasks.eval_path is None:
         heldout = open_tasks(config)[1]
         assert heldout is not None

@@ -1,14 +1,14 @@
-"""Tasks that arrive during the run: the journal of what a `TaskStream` or a data producer gave.
+"""Tasks that arrive during the run: the journal of what a `TaskStream` or a data producer supplies.
 
     TaskStream.next_task ─┬─▶ journal/tasks.jsonl, synced ─▶ the scheduler may admit it ─▶ workers read it by visit
     DataProducer.produce ─┘
 
-The file has one task per line. A line with a `Round` before them makes the next `count` tasks one round; a task outside
-of a round, as a stream gives it, is a round of its own. A round is visited in several passes, all tasks once and then
-all again, up to its limit. Nothing is written for the second pass: visit numbers are mapped to tasks.
+The file has one task per line. A `Round` line groups the next `count` tasks into one round. A task outside of a round,
+as from a stream, is a round by itself. Each of the `passes` over a round visits all of its tasks once, until the round
+has had `limit` visits. Later passes write nothing: visit numbers are mapped to tasks.
 
-A task is used only after its whole round is on disk, so a resumed run has every round that was ever used and asks for
-the next one. Only a round that was given but not yet on disk is asked for again.
+A task is used only after its whole round is on disk, so a resumed run has every round that it ever used and requests
+the next one. Only a round that was produced but not yet on disk is requested again.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ STREAM_FINGERPRINT = Fingerprint(ENDLESS, "", ())
 
 
 class Round(msgspec.Struct, frozen=True):
-    """The line before the tasks of a round."""
+    """Header line before the tasks of a round."""
 
     round: int
     count: int  # tasks
     passes: int = 1
-    limit: int | None = None  # most visits, over all passes
-    step: Version = 0  # of the learner when the round was asked for
-    rng: str = ""  # random state of the producer's process after it; empty: as before
+    limit: int | None = None  # maximum number of visits over all passes
+    step: Version = 0  # learner step when the round was requested
+    rng: str = ""  # random state of the producer's process after the round; empty: unchanged
 
     @property
     def visits(self) -> int:
@@ -54,7 +54,7 @@ class Round(msgspec.Struct, frozen=True):
 
 
 HEADER = b'{"round":'
-"""How the line of a `Round` begins. That of a task begins with its id."""
+"""Start of a `Round` line. A task line starts with the task's id."""
 
 
 @dataclass
@@ -74,18 +74,18 @@ class _Span:
 
 
 class StreamedTasks:
-    """The journaled tasks by visit. One object appends; any number read, in any thread and process."""
+    """The journaled tasks by visit. One instance appends; any number of instances, threads and processes read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()  # of what was read
+        self._lock = threading.Lock()  # guards the fields below
         self._spans: list[_Span] = []
-        self._starts = array("q")  # of the line of each task
-        self._end = 0  # of the last complete round
+        self._starts = array("q")  # file offset of each task's line
+        self._end = 0  # file offset of the end of the last complete round
         self._rng = ""
 
     def __len__(self) -> int:
-        """Return how many visits the complete rounds have, after reading what is new on disk."""
+        """Read new rounds from disk and return the number of visits in all complete rounds."""
         with self._lock:
             if self._path.exists():
                 self._read()
@@ -130,11 +130,11 @@ class StreamedTasks:
     # ------------------------------------------------------------------------------------------------------ writing
 
     def append(self, task: Task) -> None:
-        """Journal a task as a round of its own; on return it is on disk."""
+        """Journal a task as a separate round; on return it is on disk."""
         self._write(_encoded(task))
 
     def append_round(self, header: Round, tasks: Sequence[Task]) -> None:
-        """Journal a round; on return it is on disk. After a kill either all of it is there or nothing."""
+        """Journal a round; on return it is on disk. A kill leaves either the whole round readable or none of it."""
         assert header.count == len(tasks) > 0
         self._write(b"".join([msgspec.json.encode(header) + b"\n", *map(_encoded, tasks)]))
 
@@ -200,7 +200,7 @@ class StreamedTasks:
 
 def _encoded(task: Task) -> bytes:
     try:
-        msgspec.json.encode((task.prompt, task.columns))  # arrays are restored in episodes only
+        msgspec.json.encode((task.prompt, task.columns))  # must be plain JSON: arrays are restored only in episodes
         line = wire.encode_json(task)
         wire.decode_json(line, Task)  # a task that cannot be read back would fail in every start of the run
         return line + b"\n"

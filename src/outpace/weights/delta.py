@@ -1,12 +1,12 @@
-"""Lossless deltas between snapshots of the same layout, and a local copy of the policy that follows them.
+"""Lossless deltas between snapshots of the same layout, and a local copy of the policy updated by deltas.
 
 File format:
 
     magic, length of the header, header (msgpack: incarnation, base, version), then for each part of each tensor in the
     order of the manifest: kind and count, positions, values
 
-Elements are compared as raw integers, so every bit counts, also in NaN and signed zero. A tensor is split into parts of
-`PART` elements; each part is stored in its smallest form:
+Elements are compared as raw integers, so every bit counts, including those of NaN and signed zero. A tensor is split
+into parts of `PART` elements; each part is stored in its smallest form:
 
     SAME      nothing
     INDICES   number of changes per block of 65536 elements, then indices within the block (2 bytes each), then values

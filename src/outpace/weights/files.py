@@ -2,7 +2,7 @@
 
     SnapshotFolders   one folder per version: a whole model, or a LoRA adapter in PEFT format, which vLLM and SGLang
                       load next to their model
-    plugin_path       the outpace plugin for vLLM, on a path of its own
+    plugin_path       the outpace plugin for vLLM, on a separate path
 
 Tensors of an adapter snapshot have their PEFT names, for example `base_model.model.<module>.lora_A.weight`.
 
@@ -98,7 +98,7 @@ def _write_tensors(path: Path, header: bytes, manifest: Manifest) -> None:
 
 
 def safetensors_header(tensors: list[TensorSpec]) -> bytes:
-    """Return everything that a safetensors file has before its tensors, which follow in `safetensors_order`."""
+    """Return the header of a safetensors file. The tensors follow it in `safetensors_order`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in safetensors_order(tensors):
@@ -124,8 +124,8 @@ _ENTRY_POINTS = f"[vllm.general_plugins]\noutpace = {PACKAGE}:register\n"
 def plugin_path(directory: Path) -> Path:
     """Copy the vLLM plugin and its entry point into a directory for the PYTHONPATH of a server; return the directory.
 
-    The server may run in another environment. Adding our site-packages instead would shadow its own packages, torch
-    first of all."""
+    The server may run in another environment. Adding our site-packages instead would shadow its own packages, above all
+    torch."""
     spec = find_spec(PACKAGE)
     assert spec is not None
     assert spec.origin is not None, "the plugin is installed with outpace"

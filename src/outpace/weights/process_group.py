@@ -28,7 +28,7 @@ GRACE_S = 5.0
 
 
 async def send_snapshot(manifest: Manifest, meeting: dict[str, Any]) -> None:
-    """Send a snapshot to the engine at this rendezvous, on a thread of its own.
+    """Send a snapshot to the engine at this rendezvous, on a separate thread.
 
     Raises `UpdateFailed` when the engine does not connect, disconnects, times out or finds a bad checksum, and
     `CorruptData` when the snapshot is gone."""

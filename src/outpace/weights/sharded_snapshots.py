@@ -3,14 +3,14 @@
     first rank   void label, path ──▶ all       copy ── all have copied ──▶ label ─▶ seal: checksums, delta
     others                       path ─▶ open   copy ──┘
 
-The first rank creates and removes the files. The others open the one that it names.
+The first rank creates and removes the files. The other ranks open the file that it names.
 
     ShardedSnapshotWriter   ranks on one machine map the file, in shared memory
     SharedFolderWriter      ranks on several machines write to a file in a folder that all machines share
 
-On a network file system two machines must not map the same file: each would write back whole pages, with the old rows
-of the others. So those ranks write exactly their own bytes, into a new file for each snapshot, and wait until the
-server has them.
+On a network file system two machines must not map the same file: each would write back whole pages, including stale
+rows of the others. So the ranks of a SharedFolderWriter write exactly their own bytes, into a new file for each
+snapshot, and wait until the file server has them.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
     """Every rank has one. `copy` is a collective; only the first rank's manifests describe snapshots."""
 
     def __init__(self, directory: Path, incarnation: str, dtype: torch.dtype | None, ranks: Ranks) -> None:
-        """Wait for all ranks. Raises `BadInput` if this one does not see the directory, which the first has made."""
+        """Wait for all ranks. Raises `BadInput` if this one does not see the directory made by the first."""
         super().__init__(torch.device("cpu"), incarnation, SnapshotLayout(dtype, start=DATA_OFFSET))
         self._directory = directory
         self._ranks = ranks
@@ -125,7 +125,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
         """Nothing is allocated ahead of time: every snapshot gets a new file."""
 
     def seal(self, draft: SnapshotDraft[_FileBuffer]) -> Manifest:
-        """Read the file, in which other machines have written, and compute the checksums."""
+        """Read back the file, which other machines have written too, and compute the checksums."""
         path, version = str(draft.buffer.path), draft.buffer.version
         if not self._ranks.is_first:
             return Manifest(self._incarnation, version, path, [], draft.timer.seconds())
@@ -156,8 +156,8 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
         return buffer
 
     def _begin_file(self, buffer: _FileBuffer) -> None:
-        """Replace the file of the buffer by a new one: in the old one, this machine could read old rows of the other
-        machines, which an NFS client may keep while a process of its machine has the file open for writing."""
+        """Give the buffer a new file. From the old one, this machine could read stale rows of other machines: an NFS
+        client may keep them while a process on its machine has the file open for writing."""
         buffer.path.unlink(missing_ok=True)
         buffer.path = self._directory / f"{self._incarnation}-{next(self._files)}.weights"
         snapshot.require_space(self._directory, self._layout.end)
@@ -187,7 +187,7 @@ class SharedFolderWriter(WeightWriter[_FileBuffer]):
 
 @contextmanager
 def _open_to_write(path: Path) -> Iterator[int]:
-    """O_DSYNC: a write returns when the server has it, and an NFS client writes no more than it was given."""
+    """Open with O_DSYNC: a write returns once the server has it, and an NFS client writes only the given bytes."""
     descriptor = os.open(path, os.O_WRONLY | os.O_DSYNC)
     try:
         yield descriptor

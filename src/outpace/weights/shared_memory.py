@@ -8,8 +8,8 @@ layout, fixed by the first snapshot.
 Invariants
 - A buffer that may still be read is never overwritten: not the latest complete snapshot, not one that is being sealed
   or used as the base of a delta, and not a leased one.
-- A buffer is added only when all are in use, so the leases bound their number; buffers are never removed. Allocating
-  one may take many times as long as a copy, so `preallocate` does it ahead of time on another thread.
+- A buffer is added only when all are in use, so the leases bound the number of buffers; none is ever removed.
+  Allocating one may take many times as long as a copy, so `preallocate` does it ahead of time on another thread.
 - The writer never unmaps a file: a tensor over an unmapped region reads garbage without an error.
 """
 
@@ -165,7 +165,7 @@ def _view(content: Tensor, spec: TensorSpec) -> Tensor:
 
 
 class CopyTimer:
-    """Measures how long a copy blocks the learner: its thread while queueing or its device while copying."""
+    """Measures how long a copy blocks the learner: the longer of queueing (its thread) and copying (its device)."""
 
     def __init__(self, device: torch.device) -> None:
         self._started = time.perf_counter()
@@ -352,7 +352,7 @@ def read_snapshot(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
 
 
 def copy_slices(views: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy what this process holds of the tensors into views of the whole ones."""
+    """Copy this process's slices of the tensors into views of the whole tensors."""
     for view, tensor in zip(views, tensors, strict=True):
         part = slice_of(tensor)
         if part.is_sharded:

@@ -28,7 +28,7 @@ VOID: Version = -1
 DATA_OFFSET = 4096
 ALIGNMENT = 64
 CHUNK = 4 << 20
-"""Bytes read and checksummed at a time: small enough that the checksum finds them in the CPU cache."""
+"""Bytes read and checksummed at a time: small enough to stay in the CPU cache for the checksum."""
 
 ITEM_BYTES = {
     "float64": 8,

@@ -1,11 +1,12 @@
 """`python -m outpace.commands.end_to_end.accuracy JOB RESULT`: held-out accuracy of saved weights.
 
 Both systems save weights while they train, and this process evaluates the weights of both after all trainings: the same
-held-out tasks, one answer each at the training temperature, by the same engine. Evaluation is in no training's time.
+held-out tasks, one answer each at the training temperature, by the same engine. Evaluation does not count as training
+time.
 
-JOB is JSON: `model`, `dtype`, `device`, `prompts` (chat messages), `columns` (those of the reward, by task), `reward`,
-`max_tokens`, `temperature`, `seed` and `files` (safetensors). RESULT gets the mean reward of the model itself, and then
-that of each file.
+JOB is JSON: `model`, `dtype`, `device`, `prompts` (chat messages), `columns` (for the reward, by task), `reward`,
+`max_tokens`, `temperature`, `seed` and `files` (safetensors). RESULT is a list of mean rewards: of the model itself,
+then of each file.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Long-tailed lengths: how both systems sample answers of the same lengths from an unchanged model.
 
-The length of an answer is drawn from a log-normal distribution by its prompt and the number of its attempt, so both
-systems sample the same lengths for the same prompts.
+The length of an answer is drawn from a log-normal distribution, seeded by prompt and attempt number, so both systems
+sample the same lengths for the same prompts.
 
     outpace                `fixed_length`: no stop ids, and `max_tokens` is the length
     TRL, transformers      a logits processor suppresses the end-of-sequence token before the last token and forces it
                            there (`outpace.commands.end_to_end.trl_process`)
     TRL, vLLM              `min_tokens` and `max_tokens` of each request are the length
 
-Learning means nothing here: the reward is whether the text has an even number of characters, so that attempts differ.
+The reward is not meant to be learned. It is 1 for an even number of characters, else 0, so that attempts differ.
 
 Rollout workers and the TRL process import this module. It uses only the standard library.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from outpace.types import Message, Task
 
 LONGEST_OF_MEDIAN = 16
-"""The longest answer, in medians of the distribution."""
+"""Longest answer as a multiple of the median."""
 SIGMA = 0.9
 """Standard deviation of the logarithm: about one answer in 1,000 reaches the longest length."""
 

@@ -1,15 +1,15 @@
 """The limit of a machine: how many samples per second no schedule can exceed.
 
-Let w_g be the core-seconds that sampling costs per sample, and w_t those of training, each measured while nothing else
-runs. N cores then finish at most N / (w_g + w_t) samples per second. On GPUs, w_g and w_t are device-seconds: the time
+Let w_g and w_t be the core-seconds that sampling and training cost per sample, each measured while nothing else runs.
+N cores then finish at most N / (w_g + w_t) samples per second. On GPUs, w_g and w_t are device-seconds: the time
 in which engine or learner is busy while it has the device to itself.
 
     engine alone    engines and workers of a run sample groups; no learner runs
     learner alone   the learner trains on these groups, from the journal; the engines are idle
 
-More threads than one finish sooner, but cost more core-seconds, so both are measured with one thread and with all
-cores, and the cheaper count of each is used. CPU seconds are those of the engine and learner processes: workers,
-rewards and the controller are not in the limit.
+Several threads finish sooner than one but cost more core-seconds, so both are measured with one thread and with all
+cores, and the cheaper count of each is used. Only the engine and learner processes count: workers, rewards and the
+controller are not in the limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outpace.runtime.async_tools import gather_or_cancel
 from outpace.types import FleetMember, GroupOrder, JournalLocation
 
 MEASURED_STEPS = 3
-"""Steps' worth of groups that are measured, after one to warm up."""
+"""Number of steps whose groups are measured, after one warm-up step."""
 FILL_SLOTS = 2
 """Requests per slot in the smaller of two bursts."""
 
@@ -56,8 +56,8 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 def measure_limit(work: Work, directory: Path, first_task: int, threads: Mapping[str, int] | None = None) -> Limit:
-    """Measure in fresh processes, on the tasks from `first_task` on. `threads`: counts of engine and learner that are
-    known to be cheapest."""
+    """Measure in fresh processes, on the tasks from `first_task` on. `threads`: the cheapest counts of engine and
+    learner, if known."""
     if work.on_gpu:
         choices: list[Mapping[str, int]] = [{}]
     elif threads is not None:
@@ -112,10 +112,10 @@ class _Sampler:
         self._tasks = work.task_count
 
     async def measure(self) -> tuple[float, list[JournalLocation]]:
-        """Return the engines' seconds for `MEASURED_STEPS` steps, and where the groups of one step more are.
+        """Return the engines' seconds for `MEASURED_STEPS` steps, and the locations of the groups of one more step.
 
-        At the end of a burst of requests, fewer and fewer slots are in use. In a run that does not happen, so two
-        bursts are sampled, and their difference counts."""
+        Slots fall idle at the end of a burst of requests, which does not happen in a run. So two bursts of different
+        sizes are sampled, and the difference of their seconds counts."""
         prompts, slots = self._work.prompts, self._work.config.engine.resolved_slots * len(self._engines)
         measured = prompts * MEASURED_STEPS
         smaller = max(prompts, FILL_SLOTS * -(-slots // self._work.attempts))

@@ -1,7 +1,7 @@
-"""What `outpace bench end-to-end` reports: medians of both systems, ratios of paired runs, and the limit.
+"""Report of `outpace bench end-to-end`: medians of both systems, ratios of paired runs, and the limit.
 
-The speed of a shared machine drifts, so a run of outpace is compared with the run of TRL and with the limit next to it,
-and the median of these ratios counts.
+The speed of a shared machine drifts, so each run of outpace is compared with the TRL run and the limit measured next to
+it, and the median of these ratios counts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Comparison:
     limits: list[Limit] = field(default_factory=list)
     trl_batches: dict[int, float | None] = field(default_factory=dict)  # seconds per step; None: it failed
     trl_batch: int = 0
-    other_cores: float | None = None  # that other programs used meanwhile; None: unknown
+    other_cores: float | None = None  # cores that other programs used; None: unknown
     target: float | None = None
     target_s: dict[str, list[float | None]] = field(default_factory=dict)
     accuracy: dict[str, list[dict[int, float]]] = field(default_factory=dict)  # by step
@@ -56,7 +56,7 @@ class Comparison:
         return {name: _median(self._values(name, system)) for name in (*FIGURES, "target_s")}
 
     def ratios(self, name: str) -> list[float]:
-        """Return how many times as good outpace is as the TRL run next to it, by repeat."""
+        """Return outpace relative to the TRL run next to it, by repeat. Above 1, outpace is better."""
         pairs = zip(self._values(name, OUTPACE), self._values(name, TRL), strict=False)
         return [_quotient(own, trl, name) for own, trl in pairs if own is not None and trl is not None]
 
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def details(self) -> dict[str, float]:
-        """Medians of what only outpace reports."""
+        """Medians of the metrics that only outpace reports."""
         own = self.runs.get(OUTPACE, [])
         names = own[0].details if own else {}
         return {name: statistics.median(run.details[name] for run in own) for name in names}

@@ -1,8 +1,8 @@
 """One training of outpace or of TRL, in its own processes, and what it measured.
 
 Steps of the first third do not count: processes warm up, and the pipeline of outpace fills. outpace trains
-`pacing.max_lag` + 1 further steps that do not count either: near its end a run only trains what was sampled before, and
-these steps would be too fast.
+`pacing.max_lag` + 1 further steps that do not count either: near its end a run samples nothing new, and these
+steps would be too fast.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def counted_steps(steps: int) -> slice:
 
 
 def all_steps(work: Work, steps: int) -> int:
-    """Return the steps that outpace trains, with those at its end that do not count."""
+    """Return the number of steps that outpace trains, including those at the end that do not count."""
     return steps + work.config.pacing.max_lag + 1
 
 

@@ -1,12 +1,12 @@
 """`python -m outpace.commands.end_to_end.trl_process JOB RESULT`: one training of TRL's GRPOTrainer.
 
 It runs in the Python that `--trl-python` names, which has TRL but perhaps none of outpace's requirements, so it imports
-only light modules of outpace. JOB is the JSON of `Work.trl_job`, and of `TrlSystem.run`:
+only light modules of outpace. JOB is the JSON of `Work.trl_job` with these fields of `TrlSystem.run`:
 
-    model        a directory
+    model        model directory
     vllm         sample with vLLM in this process (`vllm_mode="colocate"`)
-    save_every   write the weights after every so many steps, 0 for never
-    save_to      to DIRECTORY/step-N/model.safetensors
+    save_every   steps between two saves of the weights, 0 for never
+    save_to      directory of the weights, in step-N/model.safetensors
 
 RESULT gets times on the clock of `time.monotonic`, which all processes of a machine share: `began` (training begins),
 `ends` (each step), and by step the samples and completion tokens that the reward function saw, and their mean reward.

@@ -38,12 +38,12 @@ SAME_WORK: dict[str, Any] = {
     "eval.count": 0,
     "checkpoint.every": 0,
 }
-"""Settings that make outpace do what TRL does. Those of the user replace them."""
+"""Settings that make outpace do what TRL does. The user's settings override them."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one step is, and the resolved config that says so."""
+    """The work of a step, as defined by a resolved config."""
 
     config: Config
     lengths: Lengths
@@ -59,7 +59,7 @@ class Work:
         return cls(config, lengths)
 
     def seeded(self, repeat: int) -> Work:
-        """Return the work of a repeat, with its own seed and so its own tasks and samples."""
+        """Return the work of a repeat, whose seed gives it different tasks and samples."""
         return replace(self, config=with_values(self.config, {"run.seed": self.config.run.seed + repeat}))
 
     @property
@@ -101,7 +101,7 @@ class Work:
         return len(self._sources[0])
 
     def tasks(self, steps: int) -> list[Task]:
-        """Return the tasks of these steps, in the order in which both systems visit them."""
+        """Return the tasks of this many steps, in the order in which both systems visit them."""
         train, _ = self._sources
         return [train[index % len(train)] for index in range(self.prompts * steps)]
 

@@ -20,7 +20,7 @@ FIELDS: Mapping[str, Any] = {
 }  # fmt: skip
 
 REROLLS = 1000
-"""Axolotl repeats a prompt without limit; this is the largest one here."""
+"""Axolotl repeats a prompt without limit; outpace needs a number."""
 
 
 @with_fields(FIELDS)
@@ -29,7 +29,7 @@ class AsyncGRPOConfig(GRPOConfig):
 
 
 def translate_async(args: Any, rows: int | None, refused: dict[str, str]) -> tuple[Settings, Schedule]:
-    """Return the settings and the schedule of an `AsyncGRPOConfig`. `refused` gets the fields that cannot be used."""
+    """Return the settings and the schedule of an `AsyncGRPOConfig`. Adds fields that cannot be used to `refused`."""
     settings, schedule = translate(args, rows, frozenset(FIELDS), refused)
     if not args.replay_recompute_logps:
         refused["replay_recompute_logps"] = "old logprobs of replayed groups are always recomputed; leave this out"
@@ -42,7 +42,7 @@ def translate_async(args: Any, rows: int | None, refused: dict[str, str]) -> tup
     if args.use_data_producer:
         settings |= {"producer.async_prefetch": args.async_prefetch, "rewards.workers": args.reward_num_workers}
         settings |= {"producer.prefetch_depth": args.prefetch_depth} if args.async_prefetch else {}
-        settings.pop("tasks.shuffle")  # the producer has the order
+        settings.pop("tasks.shuffle")  # the producer determines the order
         settings |= _replay(args, schedule) | _rerolls(args, settings["run.steps"])
     return settings, schedule
 
@@ -67,7 +67,7 @@ def _rerolls(args: Any, steps: int) -> Settings:
 
 
 def producer_options(args: Any) -> dict[str, Any]:
-    """Return the arguments of `GRPODataProducer` beside its config and dataset."""
+    """Return the arguments of `GRPODataProducer` other than its config and dataset."""
     return {
         "num_generations": args.num_generations,
         "generation_batch_size": args.generation_batch_size,

@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "lr_scheduler_type": "cosine", "gradient_checkpointing": False, "reroll_start_fraction": 1.0,
     "ref_model_mixup_alpha": 0.9, "ref_model_sync_steps": 64,
 }  # fmt: skip
-"""Fields whose default in a file differs from that of `AsyncGRPOConfig`."""
+"""Fields whose default in a file differs from the one in `AsyncGRPOConfig`."""
 
 SECTIONS = ("trl", "vllm", "special_tokens")
 NOT_SET: tuple[Any, ...] = (None, "", [], {})
@@ -178,7 +178,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _folders(file: Path) -> tuple[Path, Path]:
-    """Return where files and modules are searched: the working directory, then the folder of the file."""
+    """Return the folders to search for files and modules: the working directory, then the folder of the file."""
     return Path.cwd(), file.absolute().parent
 
 
@@ -211,7 +211,7 @@ def _adapter(given: Mapping[str, Any], refuse: Refuse) -> Settings:
 
 
 def _intervals(given: Mapping[str, Any], schedule: Schedule, heldout: int, refuse: Refuse) -> Settings:
-    """Return when the run evaluates and saves, and how long the learning rate rises."""
+    """Return the evaluation and checkpoint intervals, and the warm-up steps of the learning rate."""
     evaluates = heldout > 0 and given.get("eval_strategy") != "no"
     found = {"eval.count": heldout if evaluates else 0, "eval.start": evaluates, "eval.end": evaluates}
     for word, setting, default in (("eval", "eval.every", "no"), ("save", "checkpoint.every", "epoch")):

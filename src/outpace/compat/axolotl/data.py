@@ -49,7 +49,7 @@ def _dataset(key: str, options: Options, config: Config) -> Dataset:
 
 
 def _transform(key: str, reference: str | None, number: int, options: Options, config: Config) -> Transform:
-    """Return the function of a row that the user's function makes: alone, or with arguments of `Dataset.map`."""
+    """Return the row function that the user's function makes. It may come with arguments for `Dataset.map`."""
     if reference is None:
         return lambda row: row
     make = load_function(reference, key)

@@ -1,4 +1,4 @@
-"""Keys of an Axolotl file, with what happens to each. Keys in none of these tables are unknown."""
+"""Keys of an Axolotl file, and how each is handled. Keys in none of these tables are unknown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REPORT: Mapping[str, tuple[str, ...]] = {
     "report.name": ("wandb_name", "mlflow_run_name", "trackio_run_name"),
 }
 OFF_AT_1 = ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "dp_shard_size")
-"""Refused keys for which 1 is off too."""
+"""Refused keys for which 1 also means off."""
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "prompts and completions are limited by engine.context and rollout.max_tokens":
@@ -61,7 +61,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         "train_on_inputs eval_table_size eval_max_new_tokens generate_samples gradio_title "
         "save_safetensors merge_lora strict",
 }  # fmt: skip
-"""Keys of which any value is accepted, by the reason."""
+"""Keys that accept any value without effect, by reason."""
 
 REFUSED: Mapping[str, str] = {
     "the learner trains the given weights in bfloat16 or float32; leave this out":
@@ -99,7 +99,7 @@ REFUSED: Mapping[str, str] = {
         "reward_model process_reward_model ebft dpo_beta orpo_alpha kto_desirable_weight kto_undesirable_weight "
         "simpo_gamma cpo_alpha image_size role_boundaries",
 }  # fmt: skip
-"""Keys that are refused unless they are off, by the reason."""
+"""Keys that are refused unless they are off, by reason."""
 
 
 def by_key(table: Mapping[str, str]) -> dict[str, str]:

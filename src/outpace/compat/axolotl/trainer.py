@@ -34,8 +34,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """Return 1 for what is trained on and 0 for what is masked, per sequence or per token. Override it as a static
-        method; it is called if `off_policy_mask_threshold` is set.
+        """Return 1 to train and 0 to mask, per sequence or per token. Override it as a static method; it is called if
+        `off_policy_mask_threshold` is set.
 
         Masks sequences with a negative advantage that the policy has moved away from. `advantages` has the shape
         (sequences, 1), the other tensors (sequences, tokens); `mask` is 1 for tokens that are trained on."""
@@ -65,12 +65,12 @@ class AsyncGRPOTrainer(GRPOTrainer):
         return self._create_data_producer(self.args, tasks)
 
     def _create_data_producer(self, args: Any, train_dataset: Any) -> Any:
-        """Return the data producer. Override it to use one of your own."""
+        """Return the data producer. Override this method to use your own."""
         return GRPODataProducer(None, train_dataset, **producer_options(args))
 
 
 def padded_mask(get_mask: Callable[..., Tensor], threshold: float) -> Callable[[Tokens, Tensor], Tensor]:
-    """Return a mask of the learner that calls a function with one padded row per sequence."""
+    """Return a mask for the learner that calls `get_mask` with one padded row per sequence."""
 
     def off_policy_mask(tokens: Tokens, log_rho_N: Tensor) -> Tensor:
         found = get_mask(

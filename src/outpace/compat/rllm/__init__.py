@@ -13,7 +13,7 @@ from outpace.tasks.dataset_store import DatasetStore
 from outpace.tasks.dataset_store import StoredDataset as Dataset
 
 DatasetRegistry = DatasetStore(lambda: Path(os.environ.get("RLLM_HOME", "~/.rllm")).expanduser() / "datasets")
-"""Finds what rLLM itself has registered: directory and format are the same."""
+"""Finds datasets that rLLM itself registered: directory and format are the same."""
 
 __all__ = [
     "AgentTrainer", "BackendProtocol", "BaseAgent", "Dataset", "DatasetRegistry", "RolloutEngine", "TrainerState",

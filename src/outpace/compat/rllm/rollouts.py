@@ -2,8 +2,8 @@
 
     task ─▶ workflow or flow ─▶ rLLM episode ─▶ evaluator ─▶ steps tied to their requests ─▶ outpace.Episode
 
-A step belongs to the request whose id it has, which a step made from a model output does. Any other step belongs to the
-request with the same messages and answer. Position and order never matter.
+A step made from a model output has the id of its request. Any other step belongs to the request with the same messages
+and answer. Position and order never matter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Reason = rllm.TerminationReason
 NO_EFFECT = ("application_id", "validate", "model", "enforce_max_prompt_length", "accumulate_reasoning")
 RENAMED = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "stop": "stop_strings"}
 STOPS = {Reason.MAX_RESPONSE_LENGTH_EXCEEDED: "length", Reason.MAX_PROMPT_LENGTH_EXCEEDED: "context"}
-"""Arguments of a request and termination reasons that outpace has no use or another name for."""
+"""Request arguments that outpace ignores or renames, and the stop reasons of termination reasons."""
 
 
 class RolloutEngine:
@@ -160,13 +160,13 @@ def rollout(fn: Any = None, *, name: str = "solver") -> Any:
 
 
 def evaluator(fn: Any = None) -> Any:
-    """Decorator of `f(task, episode)`, which returns an `EvalOutput`, a reward, or a reward and if it is correct."""
+    """Decorator of `f(task, episode)`, which returns an `EvalOutput`, a reward, or a pair `(reward, is_correct)`."""
     return EvaluatorFn if fn is None else EvaluatorFn(fn)
 
 
 @dataclass
 class EpisodeRollout:
-    """Either `workflow_class`, or `agent_flow` and `evaluator`, are given."""
+    """Rollout of an rLLM script. Either `workflow_class` is set, or `agent_flow` and `evaluator`."""
 
     workflow_class: type[Workflow] | None = None
     workflow_args: dict[str, Any] = field(default_factory=dict)
@@ -198,7 +198,7 @@ class EpisodeRollout:
         episode = self._as_episode(await call_user_function(flow, task, config))
         rest = _tie_steps(episode, client)
         for trajectory in episode.trajectories:
-            if not trajectory.steps:  # the flow leaves them to the requests that no step has
+            if not trajectory.steps:  # the flow left them out: use the requests that no step has
                 trajectory.steps = [_step_of(each) for each in rest]
                 rest = []
         result = await call_user_function(self.evaluator.evaluate, task, episode)
@@ -239,7 +239,7 @@ def _step_of(chat: AnsweredChat) -> rllm.Step:
 
 
 def _tie_steps(episode: rllm.Episode, client: PolicyClient) -> list[AnsweredChat]:
-    """Give every step the id and the tokens of its request. Returns the requests that no step has, in their order."""
+    """Give every step the id and the tokens of its request. Returns the requests without a step, in request order."""
     answered = sorted(client.answered or (), key=lambda each: client.requests.index(each.answer.request_id))
     steps = [step for trajectory in episode.trajectories for step in trajectory.steps]
     found = match_answers(answered, [(step.id, _with_answer(step)) for step in steps])

@@ -1,4 +1,4 @@
-"""`AgentTrainer` and the hooks of a backend, on `outpace.Trainer`. The layer has no loop of its own."""
+"""`AgentTrainer` and the hooks of a backend, on top of `outpace.Trainer`, which runs the training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outpace.config.rllm_settings import translate
 from outpace.errors import BadInput
 
 IDS, PROMPTS = ("id", "task_id"), ("instruction", "question", "prompt", "problem")
-GRACE_S = 60.0  # what the run's own time limit adds to that of the workflow
+GRACE_S = 60.0  # added to the workflow's time limit for the run's own limit
 FIXED = ("generate_episodes", "process_backend_batch", "compute_advantages", "update_policy")
 
 
@@ -82,7 +82,7 @@ class AgentTrainer:
         **others: Any,
     ) -> None:
         """`backend`: the hooks of a `BackendProtocol`; a name has no effect. `val_rollout`: the workflow class or agent
-        flow of validation, if it differs."""
+        flow for validation, if it differs."""
         if refused := [name for name, value in others.items() if value is not None]:
             raise BadInput(f"AgentTrainer: {', '.join(refused)}: not supported")
         if (workflow_class is None) == (agent_flow is None or evaluator is None) or not train_dataset:

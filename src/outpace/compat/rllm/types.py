@@ -176,7 +176,7 @@ class Episode(_Record):
 
 @dataclass
 class TrajectoryGroup:
-    """Trajectories of one task and one name: those that are compared with each other."""
+    """Trajectories of one task with the same name, which are compared with each other."""
 
     trajectories: list[Trajectory]
     group_id: str = ""

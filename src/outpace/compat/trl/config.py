@@ -1,7 +1,7 @@
 """`GRPOConfig` and `AsyncGRPOConfig`: every field of TRL's configs, with its default.
 
-What outpace does with a field is said in one place, by its name in `outpace.config.other_libraries`: the settings that
-replace it, or why there is none. This module adds the defaults, and which fields without a setting still work.
+`outpace.config.other_libraries` maps each field to the settings that replace it, or to the reason why there is none.
+This module adds the defaults, and which fields without a setting still work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Unset(str):
-    """A default that differs from the same text given by the user."""
+    """Marks a default, to distinguish it from the same text given by the user."""
 
 
 DEFAULT_URL = "http://localhost:8000"
@@ -120,7 +120,7 @@ def with_fields(defaults: Mapping[str, Any]) -> Callable[[type[T]], type[T]]:
 
 
 class TrainingConfig:
-    """What callbacks and scripts read from TRL's configs, apart from their fields.
+    """Attributes and methods of TRL's configs, apart from fields, that callbacks and scripts use.
 
     `outpace` overrides any outpace setting: `{"pacing.max_lag": 2}`."""
 

@@ -3,7 +3,8 @@
     args ─▶ Schedule: what a batch is, how many steps it has ─┐
          ─▶ the parts below: settings, or refusals ───────────┴─▶ settings, or one BadInput with every refusal
 
-A field counts as set if its value differs from the default of its class, also from what the class makes of the default.
+A field counts as set if its value differs from the default of its class and from the value that the class derives from
+this default.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ DIRECT = (
     "chat_template_kwargs", "eval_on_start", "max_staleness", "weight_sync_steps", "request_timeout",
     "heartbeat_stale_after_s", "vllm_max_model_length", "load_best_model_at_end",
 )  # fmt: skip
-"""Fields whose values are those of the one setting that replaces them."""
+"""Fields that are replaced by one setting with the same value."""
 
 
 def value_of(args: Any, name: str, default: Any = None) -> Any:
@@ -46,8 +47,9 @@ def translate(
 ) -> tuple[Settings, Schedule]:
     """Return the settings, without the overrides in `args.outpace`, and the schedule.
 
-    `rows`: of the training data, None if unknown. `known`: further fields that the caller translates itself. `refused`:
-    gets the fields that cannot be used, with the reasons, for the caller to `refuse`."""
+    `rows`: number of training rows, None if unknown. `known`: further fields that the caller translates itself. Fields
+    that cannot be used are added to `refused` with their reasons, for the caller to `refuse`; if it is None, they are
+    refused here."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
     if generation and args.generation_batch_size != generation * args.per_device_train_batch_size:
         raise BadInput("generation_batch_size: must be per_device_train_batch_size times steps_per_generation")
@@ -241,6 +243,6 @@ def _correction(args: Any, corrected: bool) -> Settings:
         f"correction.{level}_low": low if masked else None,
         f"correction.{level}_high": (high or float(UNLIMITED)) if masked else None,
         "correction.floor": low if corrected and not masked else None,
-        # What a mask keeps is weighted by its ratio, without a limit.
+        # Tokens that a mask keeps are weighted by their ratio, without a limit.
         "correction.cap": None if not corrected else 0.0 if masked else high or 0.0,
     }

@@ -95,7 +95,7 @@ class GRPOTrainer:
         return translate(self.args, rows)
 
     def _producer(self, rollout_func: Callable[..., Any] | None, tasks: Any) -> Any:
-        """Return what gives the tasks or rollouts of each round, None if the run takes the tasks as they are."""
+        """Return the producer of each round's tasks or rollouts, None if the run uses the tasks as they are."""
         return None if rollout_func is None else RolloutFunctionProducer(rollout_func, self.args, tasks)
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +107,7 @@ class GRPOTrainer:
 
     @property
     def model(self) -> Any:
-        """The model object that was given, with the trained weights after training. For a name: a new object."""
+        """The model object passed in, with the trained weights after training. For a name: a new, trained object."""
         return self._trained() if isinstance(self._given, str) else self._given
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
@@ -156,7 +156,7 @@ class GRPOTrainer:
 
 
 class AsyncGRPOTrainer(GRPOTrainer):
-    """TRL's `AsyncGRPOTrainer`: sampling goes on while a step is trained, up to `max_staleness` versions ahead."""
+    """TRL's `AsyncGRPOTrainer`: sampling continues while a step is trained, up to `max_staleness` versions ahead."""
 
     config_class = AsyncGRPOConfig
 

@@ -8,16 +8,16 @@ Equal prompts, such as the attempts of a group, are computed once per version:
 - requests that start in the same turn: the first is prefilled and stepped; the others, its followers, are sampled from
   its logits, each with its own noise;
 - a request that starts later is stepped from its last prompt token on.
-If enough requests have a long prompt when it is computed, it goes into a slot of the decoder's prompt cache, if it has
-one, and all requests with this prompt use that slot. Otherwise they get copies of the KV cache of one that runs.
+A long prompt that enough requests have when it is computed goes into a slot of the decoder's prompt cache, if there is
+one, and all requests with this prompt use that slot. Otherwise they copy the KV cache of a running request.
 
 Invariants
 - A token's version is the version of the batch when its logits were computed; weights are swapped between two steps.
-- Rows 0 … n-1 are running and the rest is free, followers last, except in deterministic mode: there a request keeps its
-  slot and idle slots are stepped too, so every tensor shape is independent of the other requests.
+- Rows 0 … n-1 are running, followers last, and the rest are free. In deterministic mode a request instead keeps its
+  slot and idle slots are stepped too, so no tensor shape depends on other requests.
 - KV caches are shared and copied only within a version: `prompt_version` is the version that computed the prompt.
-- A slot's KV cache holds the tokens of its sequence that its prompt slot does not, except the last, which the next step
-  feeds. A prompt slot is in use as long as a running request has it.
+- A slot's KV cache holds the tokens of its sequence that are not in its prompt slot, except the last, which the next
+  step feeds. A prompt slot is in use as long as a running request refers to it.
 - Each token carries its logprob and its version: `spans` records where in the output each version began.
 
 Not thread-safe: use a batch from one thread only. Shapes: B rows, V vocabulary.
@@ -70,7 +70,7 @@ class _StepInputs:
         self.temperature[row], self.top_k[row], self.top_p[row] = sampling.temperature, sampling.top_k, sampling.top_p
 
     def share(self, row: int, prompt_slot: int) -> None:
-        """Take all tokens before the newest from a prompt slot, or none if it is -1."""
+        """Read all tokens before the newest from a prompt slot; -1: none."""
         self.prompt_slot[row] = prompt_slot
         self.prompt_length[row] = self.position[row] if prompt_slot >= 0 else 0
 
@@ -239,7 +239,7 @@ class DecodeBatch:
     def _admit(self) -> dict[int, int]:
         """Move waiting requests into slots. A prompt is computed once, in the slot of the first request that has it.
 
-        Return the followers: requests that start together with the first one of their prompt, as slot -> its slot."""
+        Return the followers, which start in the same turn as the first request with their prompt: slot -> its slot."""
         taken = self._take_waiting()
         if self.decoder.attends_in_blocks:
             self._order_by_length()
@@ -292,7 +292,7 @@ class DecodeBatch:
     def _prompts_to_share(
         self, first: dict[bytes, GenerationRequest], starting: Sequence[GenerationRequest]
     ) -> set[bytes]:
-        """Return which of the prompts of `first` are long and needed by enough requests that start now or wait."""
+        """Return the prompts in `first` that are long and that enough requests, starting now or waiting, have."""
         counts = {prompt: 0 for prompt, request in first.items() if len(request.prompt) > MIN_SHARED}
         if not counts or not self._shares_prompts:
             return set()
@@ -313,8 +313,8 @@ class DecodeBatch:
         self._rows.fill(slot, request)
 
     def _copy_prompts(self, sources: dict[int, int], *, without_last: bool) -> None:
-        """Copy the KV cache of prompts, with or without the last token, except what a prompt slot holds. `sources` maps
-        a slot to the one it copies."""
+        """Copy the KV cache of prompts, with or without the last token, except the part in a prompt slot. `sources`
+        maps each slot to the one it copies."""
         last = 0 if without_last else 1
         targets = list(sources)
         lengths = self._rows.cached(targets) + last

@@ -8,14 +8,14 @@ Invariants
   each prefix is computed alone in a shape that depends on its own length only.
 - `prepare` may run on any thread while the decoder is in use; call everything else from one thread.
 
-A decoder that `shares_prompts` has a second cache, for prompts: a slot there holds the first tokens of the sequences of
-any number of rows, whose own slots hold only the tokens after it. `shared=True` means slots of that cache.
+A decoder that `shares_prompts` has a second cache, for prompts. A prompt slot holds a prefix shared by any number of
+rows, whose own slots hold only the tokens after it. `shared=True` refers to slots of this cache.
 
 KV cache: the time axis doubles up to the context, so a long context costs memory only once a sequence needs it. On a
 GPU the memory of the smaller cache goes back to the driver: the larger cache cannot reuse it, and the learner may need
 it. Memory is zeroed, never uninitialized: a masked key has weight zero, but zero times NaN is NaN.
 
-Shapes: S slots, N of them, H key-value heads, T capacity, L padded prefix length, D head size.
+Shapes: S slots, N of these slots, H key-value heads, T capacity, L padded prefix length, D head size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SlotCache:
         *,
         capacity: int,
     ) -> None:
-        """`shapes` is (heads, key size, value size) per layer; `capacity` is the number of tokens to begin with."""
+        """`shapes` is (heads, key size, value size) per layer; `capacity` is the initial number of tokens."""
         self.slots = slots
         self.context = context
         self.capacity = capacity
@@ -128,7 +128,7 @@ class Decoder(ABC):
 
     @torch.inference_mode()
     def prefill(self, slots: Sequence[int], prefixes: Sequence[Ints], *, shared: bool = False) -> None:
-        """Compute the keys and values of each prefix and store them in its slot: as few passes as fit."""
+        """Compute and store the keys and values of each prefix in its slot, several prefixes per pass if they fit."""
         cache = self._cache_of(shared)
         order = sorted(range(len(slots)), key=lambda index: len(prefixes[index]), reverse=True)
         start = 0
@@ -157,7 +157,7 @@ class Decoder(ABC):
     ) -> Tensor:
         """Feed one token per slot 0 … B-1 at its position; return the next token's logits_B_V in float32.
 
-        `prompts`: the prompts that rows share, if any does and this decoder `shares_prompts`."""
+        `prompts`: the prompts that rows share; only for a decoder that `shares_prompts`."""
 
     @abstractmethod
     def prepare(self, tensors: Mapping[str, Tensor]) -> DecoderWeights:
@@ -176,7 +176,7 @@ class Decoder(ABC):
     def copy(
         self, sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int], *, shared: bool = False
     ) -> None:
-        """Copy as many keys and values of each source slot into its target; reads all before it writes."""
+        """Copy the first `lengths` keys and values of the source slots to the target slots; read all before writing."""
         self._cache_of(shared).copy(sources, targets, lengths)
 
     def clear(self, slot: int, *, shared: bool = False) -> None:
@@ -187,7 +187,7 @@ class Decoder(ABC):
         return self._prompt_cache if shared else self._cache
 
     def _reserve_window(self, positions_B: NDArray[np.int64]) -> int:
-        """Return the number of keys that a step reads at these places in the slots, with room for them in the cache."""
+        """Return the number of keys that a step at these slot positions reads; reserve room for them in the cache."""
         window = self.context if self.deterministic else min(self.context, round_up(int(positions_B.max()) + 1))
         self._cache.reserve(window)
         return window

@@ -17,7 +17,7 @@ Invariants
 - Only the event loop touches `_in_flight`, `_pending` and `_calls`. Set `_loop` before adding to them: the compute
   thread needs it to report a failure.
 - A request id may be reused while the result of its first submission is still pending, for example after a lost
-  connection. Each submission therefore has its own key, and an id means its newest pending submission.
+  connection. Each submission therefore has its own key, and an id refers to its newest pending submission.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         model: a value of `model.path`, or a loaded model, whose weights are copied.
         threads: the maximum; a small model decodes with fewer. With `sharing`, the number follows the load.
         stale: the model's own weights are no longer the policy's; serve nothing before the first load.
-        pinned_slots: slots of a pinned weight set, where it needs fewer than `slots`.
+        pinned_slots: slots of a pinned weight set, if fewer than `slots`.
         """
         if isinstance(model, str):
             tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
@@ -317,7 +317,7 @@ class EmbeddedEngine:
         return True
 
     def _sharing_cores(self, sharing: CoreSharing) -> AbstractContextManager[None]:
-        if sharing.most is None and self._main.running == 0:  # measuring uses the slots
+        if sharing.most is None and self._main.running == 0:  # measuring overwrites slots
             sharing.measure_most(lambda: tune_threads(self._main.decoder, self._threads))
         return sharing.comparing(max(1, sum(batch.running for batch in self._weight_sets.all)))
 

@@ -9,7 +9,7 @@ Weights: query, key and value become one matrix, gate and up another, all stored
 query and key weights are reordered so that the two halves of a rotary pair are adjacent: the rotation is then one
 complex product, and every dot product is unchanged.
 
-Invariant: a model is served only if `fuse` reads all of its tensors. A tensor left over (for example an unknown bias)
+Invariant: a model is served only if `fuse` reads all of its tensors. An unread tensor, for example an unknown bias,
 would be a missing term in every logit.
 
 Shapes: B rows, S slots, N prefixes, L padded prefix length, E hidden, F feed-forward, V vocabulary, W key window,
@@ -104,7 +104,7 @@ class _ReadTracker(dict[str, Tensor]):
 def _unread_tensor(model: PreTrainedModel) -> str | None:
     """Return a message about a tensor that `fuse` would not read, or that is missing. Runs on meta tensors.
 
-    A tied head is not a tensor of its own. Rotary buffers are read by `rotation_table`.
+    A tied head is not a separate tensor. Rotary buffers are read by `rotation_table`.
     """
     own: dict[str, Tensor] = {}
     own.update(model.named_parameters())
@@ -286,7 +286,7 @@ class LlamaDecoder(Decoder):
         return (self._norm(hidden_B_E, self._norm_E) @ self._head_E_V).float()
 
     def _blocks(self, positions_B: NDArray[np.int64]) -> list[RowBlock]:
-        """Return the blocks of rows that attend together. More blocks are more kernels, which do not pay on a GPU."""
+        """Return the blocks of rows that attend together. One block on a GPU, where more kernels do not pay."""
         window = self._reserve_window(positions_B)
         return split(positions_B + 1, window) if self.attends_in_blocks else [RowBlock(0, len(positions_B), window)]
 

@@ -3,13 +3,13 @@
     LlamaDecoder         fast path: Llama-family models
     TransformersDecoder  general path: any causal LM with ordinary attention
 
-Invariant: a decoder serves only after `logit_mismatch` has compared its logits with the model's own forward. Both
-paths make assumptions about the model (tensor names and settings, or its cache and mask). A model that breaks them
-would be sampled from wrong logits without an error.
+Invariant: a decoder serves only after `logit_mismatch` has compared its logits with the model's own forward. Both paths
+make assumptions about the model (tensor names and settings, or its cache and mask). A model that violates them would
+silently be sampled from wrong logits.
 
 Threads: a decode step of a small model is a hundred tiny matrix products. Splitting each over several threads costs
 more than it saves and takes cores from other processes; large models gain. So the configured number is a maximum, and
-`tune_threads` measures.
+`tune_threads` measures which number is fastest.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ MAX_TIME_RATIO = 0.95
 
 
 def tune_threads(decoder: Decoder, max_threads: int) -> int:
-    """Return the fastest thread count up to `max_threads` for this decoder, on the calling thread. It must have no
-    running requests: the keys and values of their first token would be overwritten."""
+    """Return the fastest thread count up to `max_threads` for this decoder, on the calling thread. There must be no
+    running requests: measuring overwrites the keys and values of their first token."""
     if decoder.deterministic or max_threads == 1:
-        return max_threads  # the thread count changes results bit by bit, so do not choose it
+        return max_threads  # results depend bitwise on the thread count, so keep it fixed
     best, best_s = 1, _step_seconds(decoder, 1)
     threads = 2
     while threads <= max_threads:

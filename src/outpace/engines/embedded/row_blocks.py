@@ -1,7 +1,7 @@
 """Blocks of rows with similar lengths, so that a decode step does not read the padding of its longest sequence.
 
 The keys of all rows are one tensor, padded to the longest row. Few sequences of a batch are long, so attention over the
-whole tensor would mostly read padding. Instead, each block of neighboring rows attends over a window of its own.
+whole tensor would mostly read padding. Instead, each block of neighboring rows attends over its own window.
 
     rows      0 … 12       13 … 60     61 … 255
     window    256          120         64
@@ -9,7 +9,7 @@ whole tensor would mostly read padding. Instead, each block of neighboring rows 
 - `split`: the blocks of a batch. Correct for rows in any order, cheap if they are ordered by length, longest first.
 - `moves`: which rows to move to restore that order, if the steps that follow save more than the moves cost.
 
-Only the classes of lengths matter, up to 32, 64, 128 … tokens: a sequence moves a few times in its life.
+Only the length class (up to 32, 64, 128 … tokens) matters, so a sequence moves only a few times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW_STEP = 8
 """Windows are rounded up to a multiple of this, to keep the number of shapes small."""
 
 SHORTEST = 32
-"""Largest length of the first class. Each further class reaches twice as far."""
+"""Largest length of the first class. The limit doubles from class to class."""
 
 BLOCK_COST = 512
 """Cost of one more block, in keys: a block that saves fewer is not worth its kernels."""
@@ -106,7 +106,7 @@ def _ordered(rows_N: Indices, classes_N: Indices) -> Indices:
 
 
 def by_class(lengths_N: NDArray[Any]) -> Iterator[tuple[Indices, int]]:
-    """Yield the indices of each class of lengths, and its longest length."""
+    """Yield the indices and the longest length of each length class."""
     classes_N = length_classes(lengths_N)
     for each in np.unique(classes_N):
         members = np.flatnonzero(classes_N == each)

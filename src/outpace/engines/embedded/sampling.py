@@ -3,8 +3,8 @@
 Invariants
 - The sampled token of a row does not depend on the other rows, bit for bit: an operation is skipped only if it would
   change no row.
-- The logprob is that of the distribution the token was drawn from. At temperature 0 the token is the argmax, and its
-  logprob is that of the softmax at temperature 1.
+- The logprob is under the distribution that the token was drawn from. At temperature 0 the token is the argmax, and its
+  logprob is under the softmax at temperature 1.
 
 Shapes: B rows, V vocabulary.
 """
@@ -47,7 +47,7 @@ def sample(
 def _draw(logprobs_B_V: Tensor, uniform_B: Tensor) -> Tensor:
     """Draw by inverse CDF: the first token whose cumulative mass exceeds uniform * total.
 
-    A uniform below 1 times the total is below the total in float64, so a token with zero mass is never drawn. Only
+    In float64, the total times a uniform below 1 stays below the total, so a token with zero mass is never drawn. Only
     non-finite logits can push the index past the end; the caller detects those by their logprob.
     """
     mass_B_V = logprobs_B_V.exp().cumsum(dim=-1, dtype=torch.float64)

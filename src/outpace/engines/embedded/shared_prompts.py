@@ -1,15 +1,15 @@
 """Attention over prompts whose keys and values several rows share.
 
 The attempts of a group have the same prompt. Its keys and values are stored once, in a slot of the prompt cache, and a
-decode step reads them once for all the rows that use them: the queries of these rows are one matrix. Attention over the
-tokens that only a row has is computed separately, and the results are weighted by their share of the softmax:
+decode step reads them once for all the rows that use them: the queries of these rows form one matrix. Attention over
+each row's own tokens is computed separately, and the two results are weighted by their share of the softmax:
 
     softmax([p, o]) @ [P, O]  =  a * softmax(p) @ P  +  (1 - a) * softmax(o) @ O      a = sigmoid(lse(p) - lse(o))
 
 where p and o are the scores of the prompt's keys and of the row's own, P and O their values, and lse is log-sum-exp.
 
-Queries are padded to the prompt with the most rows. If that is many more than the others have, the surplus rows of the
-prompt become a block of their own.
+Queries are padded to the largest number of rows per prompt. If one prompt has many more rows than the others, its
+surplus rows become a separate block.
 
 Shapes: B rows, P prompts of a block, N padded rows per prompt, W key window, K key-value heads, G query heads per
 key-value head, D head size, T capacity of the cache.
@@ -28,13 +28,13 @@ from torch import Tensor
 from outpace.engines.embedded.row_blocks import SHORTEST, Indices, split
 
 MIN_SHARED = SHORTEST + 1
-"""Fewer tokens are not shared: attention in two parts would cost more than it saves."""
+"""Minimum number of tokens to share. With fewer, attention in two parts costs more than it saves."""
 
 MIN_REQUESTS = 4
-"""A prompt is shared if so many requests have it. As soon as one row shares, all rows pay for the second part."""
+"""Minimum number of requests with the same prompt to share it. If one row shares, all rows pay for the second part."""
 
 MAX_TIMES_MEAN = 2
-"""A prompt's rows beyond this multiple of the mean become a block of their own."""
+"""A prompt's rows beyond this multiple of the mean become a separate block."""
 
 
 class SharedPrompts(NamedTuple):
@@ -81,7 +81,7 @@ class PromptAttention:
 
     def __call__(self, q_BK_G_D: Tensor, keys_SK_T_D: Tensor, values_SK_T_D: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attended values of each row's prompt and the log-sum-exp of its scores: 0 and -inf for a row that
-        shares nothing. Keys and values are those of the prompt cache with S slots."""
+        shares nothing. Keys and values come from the prompt cache with S slots."""
         groups, size = q_BK_G_D.shape[1:]
         outputs, lses = [], []
         for heads, queries, mask_PK_1_W in self._products:
@@ -131,5 +131,5 @@ def log_sum_exp(scores: Tensor, weights: Tensor) -> Tensor:
 
 
 def merge(own: Tensor, own_lse: Tensor, prompt: Tensor, prompt_lse: Tensor) -> Tensor:
-    """Return attention over two sets of keys, given that over each."""
+    """Combine attention over two disjoint sets of keys into attention over both."""
     return torch.lerp(own.float(), prompt.float(), torch.sigmoid(prompt_lse - own_lse)).to(own.dtype)

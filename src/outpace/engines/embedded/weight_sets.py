@@ -2,9 +2,9 @@
 
 Invariants
 - Used by the compute thread only; other threads may read counters.
-- A stale engine, started in place of one that died, serves nothing before its first load. Requests for the newest
-  weights wait in the batch, whose version no request accepts. Requests for a pinned version that is missing wait too:
-  the caller that pinned it cannot know yet that this engine lost it.
+- A stale engine, which replaces one that died, serves nothing before its first load. Requests for the newest weights
+  wait in the batch, whose version is too old for any request. Requests for a missing pinned version wait too: the
+  caller that pinned it does not know yet that it was lost.
 """
 
 from __future__ import annotations

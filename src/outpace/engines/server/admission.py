@@ -4,18 +4,18 @@ A request starts when its weight version is loaded and fewer than `limit` reques
 do so in order of arrival. An interrupted request keeps its slot until it is sent again, so that requests which arrived
 later cannot overtake it. Call `wake` after changing health, weights or the limit; there is no polling.
 
-ConcurrencyLimit adapts the limit to the load that the server reports. With too many requests the server preempts:
-it drops KV cache and computes it again. With too few it idles. A request that waits here can still be moved to another
-server, or be served by newer weights.
+ConcurrencyLimit adapts the limit to the load that the server reports. With too many requests the server preempts: it
+drops KV cache and recomputes it. With too few it idles. Unlike a request queued in the server, one that waits here can
+still move to another server or get newer weights.
 
     observed                                                      limit
     preemptions since the last observation, or a full KV cache    x 3/4
     requests queue in the server, limit above the slots           - one step
     no queue, every admitted slot in use, KV cache has room       + one step
 
-The limit starts at the server's slots, stays at 1 or above, and at four times the slots or below; it only grows if the
-server has more slots than configured. A step is 1/16 of the slots. A decrease takes effect as requests finish, so there
-is no second decrease while more requests run than the limit allows.
+The limit starts at the server's slots and stays between 1 and four times the slots. It stays above the slots only if
+the server can run more requests than configured. A step is 1/16 of the slots. A decrease takes effect as requests
+finish, so there is no second decrease while more requests run than the limit allows.
 
 LoadedVersions records which weights the server has and which requests sample from them. Whole models replace one
 another: there is one version, and running requests continue under the next one. Adapters coexist: a request keeps the
@@ -86,7 +86,7 @@ class AdmissionQueue:
         self.wake()
 
     def leave_interrupted(self, name: str) -> None:
-        """Leave, but keep the slot for KEEP_SLOT_S, until the same request enters again."""
+        """Leave, but keep the slot for up to KEEP_SLOT_S, until the same request enters again."""
         self._kept[name] = asyncio.get_running_loop().call_later(KEEP_SLOT_S, self._release, name)
 
     def _release(self, name: str) -> None:
@@ -202,7 +202,7 @@ class ConcurrencyLimit:
         return self._value
 
     def _preempted(self, total: int) -> bool:
-        """Whether the server preempted since the last observation. The first one, or one after a restart, says no."""
+        """Whether the server preempted since the last observation. False at the first one and after a restart."""
         before, self._preemptions = self._preemptions, total
         return before is not None and total > before
 

@@ -1,4 +1,4 @@
-"""Builds server engines: launches or finds a server, checks it, and starts monitoring it."""
+"""Builds server engines: launches or connects to a server, checks it, and starts monitoring it."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ async def _connect(config: Config, setup: EngineSetup, stale: bool) -> tuple[Ser
 
 
 async def _warn_about_other_clients(server: Server) -> None:
-    """Warn about requests that are not ours. They may be of a run on another machine, which `ServerClaim` cannot see
-    and whose updates would replace our weights."""
+    """Warn about requests of other clients, such as a run on another machine. `ServerClaim` cannot detect that run, and
+    its updates would replace our weights."""
     try:
         pressure = await server.pressure()
     except ServerFailed as error:

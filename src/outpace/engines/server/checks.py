@@ -3,8 +3,8 @@
 Each error names the server, what it has, what the run needs, and the flag or setting that fixes it. Checks run in the
 order in which users hit the problems: a vLLM server without its dev mode does not even report the rest.
 
-The run's tokenizer is compared with the server's on a few texts. Loading a tokenizer may import torch, which a server
-engine does not have room for, so `python -m <this module> MODEL` does it in a subprocess while the server starts.
+The run's tokenizer is compared with the server's on a few texts. Loading a tokenizer may import torch, which takes too
+much memory for a server engine, so `python -m <this module> MODEL` does it in a subprocess while the server starts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _first_problem(facts: ServerFacts, config: Config) -> str | None:
 
 
 def _sampling_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
-    """Yield what makes the server sample from something other than the run's model."""
+    """Yield reasons why the server would sample from something other than the run's model."""
     sglang = facts.kind == "sglang"
     if not facts.controls:
         admin_key = "set the environment variable named by engine.api_key_env to its admin key"
@@ -102,7 +102,7 @@ def _sampling_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
 
 
 def _update_problems(facts: ServerFacts, config: Config) -> Iterator[str]:
-    """Yield why the server cannot load the run's weights."""
+    """Yield reasons why the server cannot load the run's weights."""
     sglang, transport, rank = facts.kind == "sglang", transport_of(config), config.lora.rank
     if not sglang and not rank and not facts.plugin:
         if transport in PLUGIN_TRANSPORTS:
@@ -134,7 +134,7 @@ def _ties_embeddings(model: str) -> bool:
 
 
 def _is_another_model(server_model: str, run_model: str) -> bool:
-    """Whether the two models surely differ. A server on another machine may have the same model under another path."""
+    """Whether the models certainly differ. A server on another machine may have the same model under another path."""
     if server_model == run_model:
         return False
     server_shape, run_shape = _shape(server_model), _shape(run_model)
@@ -190,7 +190,7 @@ TOKENIZER_TEXTS = (
     "naïve 東京 🙂",
     "def f(x_1):\n    return x_1**2",
 )
-"""Numbers, whitespace, other scripts, code: the texts on which tokenizers differ first."""
+"""Numbers, whitespace, other scripts, code: texts on which tokenizers are likely to differ."""
 
 TOKENIZER_TIMEOUT_S = 180.0
 """Timeout for loading a tokenizer: it would hang forever on an unresponsive Hub."""

@@ -1,7 +1,7 @@
-"""Command lines and environments of launched servers, what follows for them from the config, and installed versions.
+"""Command lines and environments of launched servers, derived from the config, and installed server versions.
 
 Invariants
-- `launch.args` and `launch.env` win over our own arguments and variables.
+- `launch.args` and `launch.env` override our own arguments and variables.
 - A server listens on the loopback address only, unless the user sets another. An API key is never put on a command
   line, where every user of the machine could read it.
 - The environment is ours minus the variables for outpace's own components: a server has its own Python and libraries
@@ -77,7 +77,7 @@ def check_version(kind: str, version: str, where: str) -> None:
 def configured_server(config: Config) -> InstalledServer:
     """The server of `launch.python`. Raises `BadInput` if there is none or it is too old. Blocks."""
     found = installed_server(server_python(config), server_kind(config), {**base_environment(), **config.launch.env})
-    with ThreadPoolExecutor(1) as executor:  # a thread of its own: the caller, such as a notebook, may have a loop
+    with ThreadPoolExecutor(1) as executor:  # the caller, such as a notebook, may already run an event loop
         return executor.submit(asyncio.run, found).result()
 
 
@@ -108,8 +108,8 @@ async def _run_version_script(python: str, kind: str, env: Mapping[str, str]) ->
 async def run_program(
     argv: Sequence[str], timeout_s: float, what: str, env: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a program to its end; return exit code, output and errors. Raises `BadInput`, naming `what`, after
-    `timeout_s`."""
+    """Run a program to completion; return exit code, output and errors. Raises `BadInput`, naming `what`, on
+    timeout."""
     process = await asyncio.create_subprocess_exec(
         *argv, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -164,12 +164,12 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "PYTHONHASHSEED", "OMP_NUM_THREADS"
 """Variables that configure outpace's own components and must not reach a server."""
 
 STREAM_INTERVAL = 4
-"""Tokens per streamed chunk. Sending a chunk costs a good part of the time of sampling a token. Unsent tokens are lost
-if the server dies, and are sampled again."""
+"""Tokens per streamed chunk: sending a chunk takes a large fraction of the time to sample a token. If the server dies,
+unsent tokens are lost and sampled again."""
 
 OUTPUT_CHUNK = 16
-"""Running requests whose new tokens vLLM's API server processes before it turns to other work, such as our calls. With
-its default of 128, and hundreds of running requests, a call takes seconds."""
+"""Number of requests whose new tokens vLLM's API server processes before it yields to other work, such as our calls.
+With the default of 128 and hundreds of running requests, a call takes seconds."""
 
 SECRET_ENDINGS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 """Word endings in names of environment variables with secret values."""
@@ -221,7 +221,7 @@ def base_environment() -> dict[str, str]:
 
 
 def without_given_options(ours: Flags, given: Sequence[str]) -> list[str]:
-    """Our options without those that the user gives too, in any spelling."""
+    """Our options except those that the user also gives, in any spelling."""
     given_options = {_option_name(word) for word in given if word.startswith("--")}
     if "port" in given_options:
         raise BadInput("launch.args: --port is set by launch.port; remove it from launch.args")
@@ -347,14 +347,14 @@ def _vllm_environment(config: Config, model: Path, on_gpu: bool) -> dict[str, st
         env["VLLM_API_KEY"] = key
     if not on_gpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(cache_gib(config, _read_json(model / "config.json")))
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # bound threads of two servers would use the same cores
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise two servers bind their threads to the same cores
         env["TORCH_COMPILE_DISABLE"] = "1"  # compiling takes seconds at the first request
         env["OMP_WAIT_POLICY"] = "PASSIVE"  # threads spinning at a barrier would take cores from the learner
     return env
 
 
 def cache_gib(config: Config, model: Mapping[str, Any]) -> int:
-    """KV cache size in whole GiB: all slots at full length, but at most a quarter of the free memory, divided by the
+    """KV cache size in whole GiB: all slots at full length, capped at a quarter of the free memory divided by the
     number of servers. vLLM's default is half of the machine's memory."""
     heads = int(model.get("num_attention_heads", 1))
     head_size = int(model.get("head_dim") or int(model.get("hidden_size", 0)) // heads)

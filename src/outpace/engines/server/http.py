@@ -1,12 +1,12 @@
-"""HTTP client of one server, with one set of errors, and a parser for server-sent events.
+"""HTTP client for one server, with uniform errors, and a parser for server-sent events.
 
 Invariants
 - Every failure is a `ServerGone`, `ServerSilent`, `ServerFaulty` or `ServerRefused`: one line with the address and the
   cause.
 - Only idempotent calls are retried: reads, and a `post` marked `repeatable`. A 4xx response is never retried.
-- The number of connections is unlimited: a limit here would silently limit the requests that a server gets.
-- Of an event stream only `data:` payloads count; comments that keep a connection alive are dropped. Lines may have any
-  length: one event can carry the logprobs of many tokens.
+- The number of connections is unlimited: a limit here would silently cap concurrent requests.
+- In an event stream only `data:` payloads count; keep-alive comments are dropped. Lines may have any length: one event
+  can carry the logprobs of many tokens.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HttpClient:
         return _decode(f"{self.url}{path}", await self._read("POST", path, body, deadline_s, query, repeatable))
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[bytes, None]:
-        """Yield the payloads of a stream of server-sent events, up to `[DONE]`. Closing it early ends the request."""
+        """Yield the payloads of a stream of server-sent events, up to `[DONE]`. An early close ends the request."""
         parser = EventStreamParser()
         async with self._response("POST", path, body, None) as response:
             async for chunk in response.content.iter_any():
@@ -199,7 +199,7 @@ def _decode(where: str, body: bytes) -> Any:
 
 
 async def _error_of(where: str, response: aiohttp.ClientResponse) -> ServerFailed:
-    """The error for an error response. Its status counts even if the body never arrives."""
+    """The error for an error response, even if its body never arrives."""
     try:
         async with asyncio.timeout(_ERROR_BODY_S):
             message_body = await response.content.read(4096)
@@ -219,7 +219,7 @@ def _response_error(where: str, response: aiohttp.ClientResponse, body: bytes) -
 
 
 def status_error(message: str, status: int) -> ServerFailed:
-    """The error for an error status: rejected if it is a client error that a repetition would not fix."""
+    """The error for an error status: `ServerRefused` for a client error that a retry would not fix."""
     return ServerRefused(message, status) if 400 <= status < 500 and status not in _BUSY else ServerFaulty(message)
 
 

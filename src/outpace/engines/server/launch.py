@@ -4,12 +4,12 @@
 
 A free port may be taken by another process before the server binds it: then the server is launched again on another
 port. While a server starts, its progress is reported every few seconds. A failed start raises one line with the cause:
-the server's own error if it exited, otherwise the setting to raise.
+the server's own error if it exited, otherwise the time limit to increase.
 
-One run per server on this machine: two runs that update the same server ruin both. Every engine holds a file lock named
-after its server's address in the run's runtime directory, and checks for the same lock in those of other runs. The
-kernel releases the lock when the process ends; the file is removed with the runtime directory. Runtime directories are
-private, so runs of other users and on other machines are not detected.
+Only one run may use a server: two runs that update the same server corrupt each other. Every engine holds a file lock
+named after its server's address in its run's runtime directory, and checks the runtime directories of other runs on
+this machine for the same lock. The kernel releases the lock when the process ends; the file is removed with the runtime
+directory. Runtime directories are private, so runs of other users or on other machines are not detected.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ POLL_S = 0.5
 REPORT_S = 5.0
 """Interval of progress reports."""
 LEFT_PAUSED_S = 10.0
-"""A server paused for longer was left paused: an update takes less."""
+"""A server paused for longer than this was left paused: updates are shorter."""
 FIRST_TOKEN_S = 120.0
 """Timeout for the first token, which may compile kernels."""
 
@@ -157,7 +157,7 @@ def describe_exit(how: str, process: ServerProcess) -> str:
 
 
 def server_at(config: Config, url: str, incarnation: str = "outpace") -> Server:
-    """The client for a server of the configured kind. `incarnation` is that of the run that labels its weights. Raises
+    """The client for a server of the configured kind. `incarnation` identifies the run in weight labels. Raises
     `BadInput`, without revealing the URL, if the URL contains a password."""
     if "@" in url:
         raise BadInput(f"a server URL contains a user name or password; {API_KEY_HINT}")
@@ -192,7 +192,7 @@ class LaunchPlan:
     model: Path
     found: InstalledServer
     plugin: Path | None
-    incarnation: str = "outpace"  # of the run that labels its weights
+    incarnation: str = "outpace"  # identifies the run in weight labels
 
     @classmethod
     async def of(cls, config: Config, scratch: Path, incarnation: str = "outpace") -> LaunchPlan:
@@ -218,7 +218,7 @@ async def launch_server(
     gpus: GpuAssignment = ON_CPU,
 ) -> LaunchedServer:
     """Launch server number `index` and wait until it has sampled a token. `environment` sets its temporary directory
-    and the mark by which the cleanup process finds it, unless this process already inherits one."""
+    and, unless this process has inherited one, the mark by which the cleanup process finds the server."""
     first = plan.config.launch.port
     if first:
         check_port_free(first + index)
@@ -267,7 +267,7 @@ class ServerClaim:
     """Lock on a server, held from construction to `release` or to the end of the process."""
 
     def __init__(self, url: str, scratch: Path, run: Path) -> None:
-        """Raises `BadInput` if another run uses the server. `run`: our run directory, named in the errors of others."""
+        """Raises `BadInput` if another run uses the server. `run`: our run directory, for the errors of other runs."""
         digest = blake2b(repr(server_address(url)).encode(), digest_size=8).hexdigest()
         name = f"server-{digest}.lock"
         self._fd = os.open(scratch / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

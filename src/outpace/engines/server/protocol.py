@@ -37,7 +37,7 @@ VersionSpan = tuple[Version, int, int]
 """(version, start, end): the version that sampled tokens start (inclusive) to end (exclusive) of a request."""
 
 VersionOf = Callable[[str], Version | None]
-"""Maps a weight label of a server to its version; to None if the label is not of this run."""
+"""Maps a server's weight label to a version, or to None if the label does not belong to this run."""
 
 QUERY_S = 20.0
 """Timeout of a query."""
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """Configuration and capabilities that a server reports; None where it does not report."""
+    """Configuration and capabilities reported by a server; None if not reported."""
 
     kind: str
     version: str
@@ -125,7 +125,7 @@ class Transport(Protocol):
         ...
 
     async def forget(self, version: Version) -> None:
-        """Remove what is stored for a version that is no longer used, or was never loaded."""
+        """Delete the stored weights of a version that is no longer used or was never loaded."""
         ...
 
     async def close(self, server_stays: bool) -> None:
@@ -139,14 +139,14 @@ SendWeights = Callable[[Manifest, dict[str, Any]], Awaitable[None]]
 
 @dataclass(frozen=True)
 class TransportTarget:
-    """The server that a transport brings weights to, and what it may use."""
+    """The target server of a transport, and the resources it may use."""
 
     kind: str  # vllm or sglang
     http: HttpClient
     control_s: float  # engine.control_s: time limit of a call that loads weights
     directory: Path  # for files, readable by the server; belongs to this transport
     adapters: bool = False  # lora.rank: snapshots are adapters, not whole models
-    copy: LocalSnapshot | None = None  # weights.delta: a local snapshot that is kept current by deltas
+    copy: LocalSnapshot | None = None  # weights.delta: a local snapshot, updated by deltas
     send: SendWeights | None = None  # collective
     uses_gpu: bool = False
     label: Callable[[Version], str] = str  # label of a version on the server
@@ -156,8 +156,8 @@ class TransportTarget:
 class Server(ABC):
     """A server at one address. Every method has its own deadline and raises `ServerFailed`.
 
-    `seeded`: send each request's seed. `control_s`: timeout of pause, resume and label calls. `incarnation`: of the run
-    that labels the weights. Labels include it, because every run counts from 0."""
+    `seeded`: send each request's seed. `control_s`: timeout of pause, resume and label calls. `incarnation`: identifies
+    the run. Weight labels include it, because every run counts versions from 0."""
 
     def __init__(
         self, http: HttpClient, *, control_s: float = 120.0, seeded: bool = False, incarnation: str = "outpace"
@@ -230,7 +230,7 @@ class Server(ABC):
             raise ServerFaulty(f"{self.url}{route}: {one_line(reply.get('message', 'failed'))}")
 
     def _version_of(self, label: str) -> Version | None:
-        """The version in a label; None if the label is not one of this run."""
+        """The version in a label; None if the label does not belong to this run."""
         version = label.removeprefix(self._label_prefix)
         return int(version) if version != label and version.isdecimal() else None
 
@@ -244,8 +244,8 @@ class Server(ABC):
 
 
 def sampling_parameters(sampling: Sampling) -> dict[str, Any]:
-    """The parameters that both servers call the same. All are sent: missing ones would come from the server's defaults
-    or the model's generation config."""
+    """Sampling parameters with the same name in vLLM and SGLang. All are sent: a missing one would default to the
+    server's setting or the model's generation config."""
     return {
         "n": 1,
         "temperature": sampling.temperature,

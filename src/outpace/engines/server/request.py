@@ -6,9 +6,9 @@
                                       └─▶ failed: "lost"
 
 Invariants
-- A request is sent at most once. What is missing after an interruption or a failure is up to the fleet.
-- Received tokens are returned, however the request ends. The one exception: tokens of a server that turns out to have
-  foreign weights.
+- A request is sent at most once. After an interruption or a failure, the fleet requests the rest.
+- Received tokens are returned, however the request ends. Only tokens of a server that turns out to have foreign weights
+  are discarded.
 - Cancelling `generate` closes the stream, which ends the request on the server.
 """
 
@@ -101,7 +101,7 @@ class RequestRunner:
     async def _run(
         self, request: ActiveRequest, token_ids: Ints, sampling: Sampling, pinned: Version | None
     ) -> StopReason:
-        """Run an admitted request to its end and give back what it holds."""
+        """Run an admitted request to its end, then release its slot and weight version."""
         state = self._state
         stop: StopReason | None = None
         busy = state.busy if pinned is None else state.eval_busy
@@ -143,7 +143,7 @@ class RequestRunner:
         return "lost"  # also if the server aborted it by itself
 
     def _record_failure(self, request: ActiveRequest, failure: ServerFailed) -> None:
-        """Record the failure, or raise it if the server rejects the request."""
+        """Record the failure. Raise `RequestFailed` if the server rejects the request."""
         assert request.sent is not None
         if isinstance(failure, ServerRefused):
             if request.sent.adapter is None or failure.status != _UNKNOWN_MODEL:

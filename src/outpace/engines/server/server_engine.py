@@ -16,8 +16,8 @@
     metrics   every second: read the reported load                 ─▶ concurrency limit; detects a restarted server
     exit      of the process, if we launched it                    ─▶ health
 
-A server paused by our own update cannot answer a probe: probing rests meanwhile, and a probe that overlaps a pause is
-ignored.
+A server paused by our own update cannot answer a probe: none is sent meanwhile, and a probe that fails while
+overlapping a pause is ignored.
 
 Invariants
 - Every wait on an unresponsive server is bounded: tokens by `idle_s`, control calls by `control_s`, probes by
@@ -89,7 +89,7 @@ class HealthMonitor:
                 await self.probe()
 
     async def _wait_for_next_probe(self) -> None:
-        """Wait until the next probe is due. Sooner if requests failed, since a suspect server gets no work."""
+        """Wait until the next probe is due: sooner if requests failed, since a suspect server gets no work."""
         probe_s = self._state.settings.probe_s
         try:
             async with asyncio.timeout(probe_s):
@@ -150,7 +150,7 @@ class HealthMonitor:
         state.admission.wake()
 
     def _without_forced_preemptions(self, pressure: Pressure) -> Pressure:
-        """The load without forced preemptions: the server counts requests that recompute after an update."""
+        """The load without forced preemptions: the server also counts requests that recompute after an update."""
         if self._holds != self._state.pauses and self._state.settings.kv == "recompute":
             self._forced += pressure.preemptions - self._preempted
         self._holds, self._preempted = self._state.pauses, pressure.preemptions

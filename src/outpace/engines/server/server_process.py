@@ -1,15 +1,15 @@
-"""ServerProcess: a launched server with its descendants, its log and its shared memory; and causes of failed starts.
+"""ServerProcess: a launched server with its descendants, log and shared memory. Also finds the cause of a failed start.
 
     launch ─▶ die_with_parent ─▶ server, leader of its own session ─▶ its workers
 
 Invariants
-- Nothing of it outlives `stop`, in any state: SIGTERM to the leader, then SIGKILL to the whole process tree.
-- It does not outlive us. The kernel kills the leader with its parent. The cleanup process (`outpace.runtime.cleanup`)
-  has a record of its session and kills the descendants.
-- Its output goes to its log only. An existing log is appended to; `log_text` returns output of this start only.
-- Its temporary files and sockets are in a private directory, which `stop` removes.
-- The shared memory that its processes map is recorded every few seconds, and before they are killed; `stop` removes it.
-  If we are killed, the cleanup process or the next run removes it from the same record.
+- No process outlives `stop`, whatever its state: SIGTERM to the leader, then SIGKILL to the whole process tree.
+- The server does not outlive us. The kernel kills the leader with its parent. The cleanup process
+  (`outpace.runtime.cleanup`) has a record of the session and kills the descendants.
+- Output goes only to the log. An existing log is appended to; `log_text` returns only output of this start.
+- Temporary files and sockets are in a private directory, which `stop` removes.
+- Shared memory mapped by the server's processes is recorded every few seconds and before they are killed; `stop`
+  removes it. If we are killed, the cleanup process or the next run removes it using the same record.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def port_was_taken(log_text: str) -> bool:
 
 @contextmanager
 def keep_log_copy(log_path: Path) -> Iterator[None]:
-    """Keep a copy of a log whose directory is about to be removed. Errors that name the log name the copy instead."""
+    """On an error that names the log, keep a copy of it and name that instead: its directory is about to be removed."""
     try:
         yield
     except (BadInput, ServerGone) as error:
@@ -214,7 +214,7 @@ class ServerProcess:
 
 
 def _with_temporary_directory(directory: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Point TMPDIR, and vLLM's sockets unless `env` sets their path, to this directory."""
+    """Set TMPDIR to this directory, and vLLM's socket path unless `env` sets it or the path is too long."""
     sockets = {"VLLM_RPC_BASE_PATH": str(directory)} if len(str(directory)) <= MAX_SOCKET_DIRECTORY else {}
     return {**sockets, **env, "TMPDIR": str(directory)}
 

@@ -2,23 +2,23 @@
 
 Requests use `/generate`, which takes and returns token ids. Pitfalls of its protocol that shape this module:
 
-- An abort ends every request whose id starts with the given one: our ids are random and of equal length.
-- A request that is not queued yet, because the server is paused, cannot be aborted: we stop reading it at its first
+- An abort ends every request whose id starts with the given one, so our ids are random and of equal length.
+- A request that is not queued yet, because the server is paused, cannot be aborted, so we stop reading it at its first
   token.
-- Pause mode `in_place` keeps the KV cache. `retract` drops that of running requests, but not the prefixes cached under
-  their salt, and the cache cannot be flushed while requests are queued: trying to as part of an update kills the
-  server. So to recompute, we retract and abort the requests and flush the cache. They end as interrupted, to be sent
-  again with the tokens they have. Pause mode `abort` polls until nothing runs and is not used.
+- Pause mode `in_place` keeps the KV cache. `retract` drops the KV cache of running requests, but not the prefixes
+  cached under their salt. The cache cannot be flushed while requests are queued; an attempt as part of an update kills
+  the server. So to recompute, we retract and abort the requests, then flush the cache. The requests end as interrupted
+  and are sent again with the tokens they have. We do not use pause mode `abort`, which polls until nothing runs.
 - Changing the weight label aborts all requests unless told otherwise. Tokens still in transit through the server get
-  the new label too, so the label is changed only after the pause has lasted a moment.
+  the new label too, so we change it only after the pause has lasted a moment.
 - Tokens and logprobs are read from `output_token_logprobs`, never from `output_ids`: the last chunk of a request that
   was aborted in a queue has only its newest id there.
-- A chunk has all tokens so far, or only the new ones, or both in a row if chunks were merged in transit; it depends on
-  a server flag, on the release and on timing. `completion_tokens` always counts from the beginning, so it tells how
-  many entries at the end of the list are new.
+- A chunk has all tokens so far, only the new ones, or both in a row if chunks were merged in transit, depending on a
+  server flag, the release and timing. `completion_tokens` always counts from the beginning, so it determines how many
+  entries at the end of the list are new.
 - A token gets the oldest version that it can have. The label on a chunk is the one in force when the chunk was sent,
   but its tokens may have been sampled earlier: one step is always in flight. So the tokens of a chunk get the label of
-  the previous chunk, and those of the first chunk the version in force when the request was sent.
+  the previous chunk; the first chunk's tokens get the version in force when the request was sent.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _UNRESOLVED = "auto"  # the server does not report the resolved value
 
 @dataclass
 class _HttpRequest:
-    """A running HTTP request. `ended`: why to stop reading it."""
+    """A running HTTP request. `ended`: why we stop reading it."""
 
     rid: str
     ended: Literal["aborted", "interrupted"] | None = None
@@ -90,7 +90,7 @@ class SglangServer(Server):
         return await read_facts(self.http)
 
     async def stream(self, request: ServerRequest) -> AsyncGenerator[Piece, None]:
-        """Sample tokens. With an adapter there are no spans, since the label is that of the base model."""
+        """Sample tokens. With an adapter there are no spans, since the label refers to the base model."""
         reader = ChunkReader(f"{self.url}{GENERATE}", None if request.adapter else self._version, self._version_of)
         sent = self._active[request.id] = _HttpRequest(uuid.uuid4().hex)
         ended = False
@@ -140,7 +140,8 @@ class SglangServer(Server):
         await self._control(CONTINUE, {})
 
     async def paused(self) -> bool | None:
-        """None: SGLang does not report it. Raises `ServerFailed` if it does not answer. `facts` resumes the server."""
+        """Always None: not reported. Raises `ServerFailed` if the server does not answer. `facts` resumes the
+        server."""
         await read_label(self.http)
         return None
 
@@ -154,8 +155,8 @@ class SglangServer(Server):
         await super().close()
 
     async def _flush(self) -> None:
-        """Flush the cache. Its entries are of old weights and only waste memory, since salts contain the version. So it
-        does not matter if the server refuses because other requests are queued."""
+        """Flush the cache. Salts contain the version, so entries of old weights only waste memory, and a refusal
+        because other requests are queued is harmless."""
         with suppress(ServerRefused):
             await self.http.text(FLUSH, deadline_s=self._control_s)
 
@@ -167,7 +168,7 @@ class SglangServer(Server):
         )
 
     def _abort_later(self, rid: str) -> None:
-        """Abort a request that is no longer read. The server would notice by itself, but seconds later."""
+        """Abort a request whose stream we closed early. The server would notice by itself, but seconds later."""
         task = asyncio.ensure_future(self._abort_quietly(rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)

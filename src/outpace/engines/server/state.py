@@ -16,7 +16,7 @@ It records observations as facts and derives the state from them. The first matc
     starting   it has not answered yet                             no             no
     stale      its weights are unknown                             no             no
     suspect    the last probe failed, or `patience` requests       no             yes
-               failed since one passed
+               failed since the last success
     healthy    none of the above                                   yes            yes
 
 Invariants
@@ -43,7 +43,7 @@ from outpace.types import Generation, Health, StopReason, Version
 
 
 class ActiveRequest(TokenStream):
-    """One `generate` call: the HTTP request, once it is sent, and the tokens that came back.
+    """One `generate` call: the HTTP request, once it is sent, and the tokens received so far.
 
     `trust_spans`: whether to use the weight versions that the server reports."""
 
@@ -52,8 +52,8 @@ class ActiveRequest(TokenStream):
         self.id = request_id
         self.aborted = False
         self.sent: ServerRequest | None = None  # None: not sent yet
-        self.version: Version = STALE  # loaded when it was sent: the oldest version its tokens can have
-        self.stop: StopReason | None = None  # by the server
+        self.version: Version = STALE  # loaded when it was sent, so the oldest that its tokens can have
+        self.stop: StopReason | None = None  # reported by the server
         self.end_reason: StopReason | ServerFailed | None = None  # why we ended it
         self.last_token_at = 0.0
         self.closed = asyncio.Event()  # the HTTP stream is closed
@@ -132,7 +132,7 @@ class HealthMachine:
         self._failed_probes = 0
         self._failed_requests = 0
         self._death_reason = ""
-        self._last_failure = ""  # the last failure
+        self._last_failure = ""  # its cause
         self._stale_reason = UNKNOWN_WEIGHTS
 
     @property
@@ -214,14 +214,14 @@ class HealthMachine:
         self._draining = True
 
     def ended(self, why: str) -> None:
-        """The server exited or is given up. Keeps the first reason."""
+        """The server exited or was given up. Keeps the first reason."""
         self._death_reason = self._death_reason or why or "the server ended"
 
 
 @dataclass(frozen=True)
 class ServerEngineSettings:
     name: str  # of the component
-    incarnation: str  # of the run; keeps cached prefixes of another run apart
+    incarnation: str  # of the run; separates its cached prefixes from other runs
     version: Version = 0  # loaded at start; STALE: unknown
     context: int | None = None  # longest sequence; None: the server decides
     idle_s: float = 60.0
@@ -262,7 +262,7 @@ class ServerState:
         self.probe_soon = asyncio.Event()  # requests failed; probe soon to find out why
         self.closed = False
         self.paused = False  # by a weight update of ours
-        self.pauses = 0  # changes when an update begins and when it ends
+        self.pauses = 0  # incremented when an update begins and when it ends
 
     @property
     def accepts_requests(self) -> bool:
@@ -272,8 +272,8 @@ class ServerState:
 
     @contextmanager
     def updating(self, paused: bool) -> Iterator[None]:
-        """Mark the server as updated, and possibly paused, by us. Paused time does not count towards the idle timeout
-        of any request. A server that pauses by itself does so at any time in between: it counts at both ends."""
+        """Mark that we are updating, and possibly pausing, the server. Paused time does not count towards the idle
+        timeout of any request. `pauses` changes at both ends: a server that pauses by itself does so in between."""
         self.paused = paused
         self.pauses += 1
         try:
@@ -294,10 +294,10 @@ class ServerState:
         self.react()
 
     def reject_foreign_weights(self, why: str) -> None:
-        """The server has foreign weights, since an unknown time: discard the output of in-flight requests and die.
+        """The server has foreign weights, for an unknown time: drop the output of in-flight requests and mark it dead.
 
-        Dying is required: the controller assumes this engine still has the version it loaded and would send nothing
-        before the next one. The replacement engine gets a fresh load."""
+        Otherwise the controller would assume that this engine still has the version it loaded, and send nothing before
+        the next one. The replacement engine gets a fresh load."""
         for request in self.active_requests:
             request.discard()
         self.health.ended(why)

@@ -1,4 +1,4 @@
-"""Transports that bring snapshots to servers. Each class implements `outpace.engines.server.protocol.Transport`.
+"""Transports that deliver snapshots to servers. Each class implements `outpace.engines.server.protocol.Transport`.
 
     class                 server   the server loads the weights
     MemoryTransport       vLLM     from shared memory or over CUDA IPC, through outpace's transfer engine
@@ -65,7 +65,7 @@ class MemoryTransport:
     ipc      the workers open the snapshot in GPU memory and verify it, since only they can
 
     A swap is one call. The server pauses, loads, labels and resumes by itself (`outpace_vllm.core_update`): the pause
-    does not include the time of calls to a busy server."""
+    excludes the latency of calls to a busy server."""
 
     needs_pause = False
 
@@ -214,7 +214,7 @@ class FilesTransport:
             self._copy.close()
 
     def _write(self, manifest: Manifest) -> PreparedWeights:
-        """Write the files. First remove those of a failed update, which may be as large."""
+        """Remove the files of a failed update, which may be as large, then write the new ones."""
         self._folders.keep_only(manifest.version)
         transferred = manifest.nbytes
         if self._copy is not None:
@@ -290,7 +290,7 @@ class AdapterTransport:
         return PreparedWeights(manifest.version, manifest.nbytes, source, adapter=name)
 
     async def swap(self, ready: PreparedWeights) -> None:
-        """Register the adapter. One already registered under this name is from a call without a reply: replace it."""
+        """Register the adapter. If the name is taken, by an earlier call that got no reply, replace that adapter."""
         name = self._registered[ready.version] = ready.source["lora_name"]
         try:
             await self._post("/load_lora_adapter", ready.source)

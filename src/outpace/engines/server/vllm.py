@@ -6,8 +6,7 @@ route (it needs `--enable-scale-out`). Pause, resume and update need its dev mod
 Version differences are detected from the server's routes: 0.25 neither aborts requests by id nor reports weight
 versions.
 
-A chunk has the tokens since the last chunk, with the logprob of each. An error may arrive in mid-stream as a chunk of
-its own.
+A chunk has the tokens since the last chunk, with their logprobs. An error may arrive mid-stream as a separate chunk.
 """
 
 from __future__ import annotations
@@ -197,7 +196,7 @@ async def _query_all(http: HttpClient) -> tuple[str, list[dict[str, Any]], set[s
 
 
 async def read_pressure(http: HttpClient) -> Pressure:
-    """Read the load over all engines of the server: the sum of requests, the maximum of KV cache usage."""
+    """Read the load over all engines of the server: total requests, highest KV cache usage."""
     found: dict[str, list[float]] = {}
     for line in (await http.text("/metrics", deadline_s=QUERY_S)).splitlines():
         if line.startswith(("vllm:", _START_TIME)):

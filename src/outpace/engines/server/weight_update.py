@@ -1,4 +1,4 @@
-"""WeightUpdater: loads new weights into one server. Verified while it samples, swapped while it is paused.
+"""WeightUpdater: loads new weights into one server. Verifies them while it samples, swaps them while it is paused.
 
     prepare ──▶ pause ──▶ swap ──▶ label ──▶ resume          whole models
        │          │         └─────────┴─────────┴─ failure: torn. The weights are unknown; no requests until a load
@@ -7,12 +7,12 @@
     prepare ──▶ swap                                         the same, if the server pauses and resumes by itself
     prepare ──▶ register ──▶ new requests use it             adapters: running requests keep their own
 
-Calls to a server with hundreds of streams take seconds. If it pauses by itself, it samples while they are on their way,
-and requests are sent as usual. One that is sent before we know of the swap counts as sampled by the old version.
+Calls to a server with hundreds of streams take seconds. A server that pauses by itself keeps sampling and receiving
+requests meanwhile. A request sent before we know of the swap counts as sampled by the old version.
 
 Invariants
 - One update at a time; versions never go backwards.
-- Every call has a deadline. Cancelling `load` does not cancel the update: it runs to its end.
+- Every call has a deadline. Cancelling `load` does not cancel the update, which runs to completion.
 - A server left paused by a torn update can be updated like any other.
 """
 
@@ -131,7 +131,7 @@ class WeightUpdater:
     async def _swap(self, ready: PreparedWeights, hold_s: float) -> LoadPhases:
         """Swap the weights, then label them and resume if the server does not do so by itself."""
         state, began = self._state, time.perf_counter()
-        state.loaded_versions.newest = max(state.loaded_versions.newest, ready.version)  # its tokens may come at once
+        state.loaded_versions.newest = max(state.loaded_versions.newest, ready.version)  # its tokens may arrive at once
         phases = await self._with_deadline("swapping the weights", self._transport.swap(ready))
         if phases is not None:
             return phases
@@ -143,7 +143,7 @@ class WeightUpdater:
         return LoadPhases(hold_s=hold_s, copy_s=copied - began, resume_s=time.perf_counter() - copied)
 
     async def _pause(self, version: Version) -> None:
-        """Pause the server. On failure resume it: it may have paused nevertheless."""
+        """Pause the server. On failure resume it, in case it did pause."""
         try:
             await self._with_deadline("pausing the server", self._state.server.pause())
         except (OutpaceError, OSError, asyncio.CancelledError) as error:

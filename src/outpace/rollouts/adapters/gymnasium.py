@@ -8,7 +8,7 @@ converted with `str`. Actions: text, or one of a discrete set, by number or by n
 Invariants
 - Actions are validated against the action space before the environment sees them.
 - No step after the end: the tool replies that the episode is over.
-- The gymnasium environment is closed when its instance is released: after its last episode.
+- The gymnasium environment is closed when its instance is released, after the last episode that uses it.
 """
 
 from __future__ import annotations

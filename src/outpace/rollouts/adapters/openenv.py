@@ -7,9 +7,9 @@ A server with MCP tools has one tool for each of them. Any other server has the 
 its action as parameters. The model sees the server's own JSON schemas.
 
 Invariants
-- Each episode has its own session on the server (JSON messages over `/ws`), which ends with the episode, even if that
-  is cancelled. A session is one environment and sends one message at a time.
-- A session interrupted between message and reply is not used again, so a late reply is never taken for another's.
+- Each episode has its own session on the server (JSON messages over `/ws`), which ends with the episode, even a
+  cancelled one. A session is one environment and sends one message at a time.
+- A session interrupted between message and reply is closed, so a late reply never answers another message.
 - The reward is the sum of the server's step rewards.
 - `metadata` of an observation is not shown to the policy.
 """
@@ -106,7 +106,7 @@ TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ServerTool:
-    """A tool of the server: its description, and the action that a call is sent as."""
+    """A tool of the server. `action` converts the arguments of a call to the action that is sent."""
 
     name: str
     description: str

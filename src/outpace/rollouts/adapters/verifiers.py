@@ -76,7 +76,7 @@ class VerifiersEnvironment:
             env, opened = self._env, AsyncExitStack()
             if env.taskset.toolsets(env.taskset.config) or type(env).start is not _package().Env.start:
                 await opened.enter_async_context(env.serving())
-                # Without it every agent starts its own interception server. The shared one would keep a client and
+                # With None, every agent starts its own interception server. A shared one would keep a client and
                 # its connections for each episode's URL until the end of the run.
                 env._interception = None
             self._open = opened  # only on success: the next episode retries a failed start

@@ -1,1 +1,1 @@
-"""Environments: instances of user classes, in the rollout worker's process or in their own."""
+"""Environments: instances of user classes, in the rollout worker's process or in separate processes."""

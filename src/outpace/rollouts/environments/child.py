@@ -45,7 +45,7 @@ class MethodCall:
 
 
 class EnvironmentInstance:
-    """One environment object. It calls nothing: it returns a `MethodCall`, to be run on the right thread."""
+    """One environment object. Its methods return a `MethodCall` for the caller to run on the right thread."""
 
     def __init__(self, made: Any, setting: str) -> None:
         """Raises `BadInput` if `made` is not an environment; `setting` is the setting that named it."""
@@ -125,8 +125,7 @@ CallResult = CallReturned | CallRejected
 
 
 class Environment(Protocol):
-    """The calls that an environment process serves. Encoded values and `by_value` are those of
-    `outpace.runtime.by_value`."""
+    """The calls that an environment process serves. Values are encoded as in `outpace.runtime.by_value`."""
 
     async def load(self, reference: str, code: bytes, setting: str) -> None:
         """Load the class; see `outpace.runtime.by_value.UserCodeSource`."""

@@ -9,9 +9,9 @@ Invariants of `LocalEnvironmentHost`
 - Every episode gets copies of the columns, so that changes to them stay within the episode.
 
 Invariants of `ProcessEnvironmentHost`
-- The process starts and imports the class as soon as the host exists; that time counts for no episode.
+- The process starts and imports the class as soon as the host exists; `timeout_s` excludes that time.
 - Replies of the process are validated again on this side.
-- After a call that has not returned, the process is not used again and is killed with everything it started.
+- If a call does not return, the process is not used again and is killed with everything it started.
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class EnvironmentDied(EnvironmentFailed):
 
 
 class EnvironmentTimeout(EnvironmentFailed):
-    """A method exceeded its timeout. An environment in a process is lost with it."""
+    """A method exceeded its timeout. The environment cannot be used any more."""
 
 
 def reset_columns(task: Task) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class MessagesStream:
             yield self._inside({"type": "text_delta", "text": text})
 
     def closing(self, replies: Sequence[GatewayReply]) -> Iterator[Json]:
-        """Yield the remaining blocks of the finished answer, in order. If text was streamed, it had no reasoning."""
+        """Yield the remaining blocks of the finished answer, in order. Reasoning is left out if text was streamed."""
         (reply,) = replies
         if reply.reasoning and not self._in_text:
             yield self._start({"type": "thinking", "thinking": "", "signature": ""})

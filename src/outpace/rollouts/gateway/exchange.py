@@ -1,9 +1,9 @@
-"""One request of an agent while it is answered.
+"""One in-flight request of an agent.
 
-    Exchange: request_sent ─▶ deltas of the text of each sample, as far as it is certain ─▶ answers
+    Exchange: request_sent ─▶ deltas: the certain text of each sample, while it grows ─▶ replies
 
 Invariant: the final answer is authoritative. Streamed text is a prefix of its content; the stream ends with the rest.
-If the final answer parses differently (reasoning without an opening tag, for example), it continues as plain text.
+If the final answer parses differently (reasoning without an opening tag, for example), the rest is sent as plain text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT_TAIL = 16
 
 @dataclass
 class _SentSample:
-    """One sample of the request, in flight. `streamed` is its text so far, as the agent got it."""
+    """One in-flight sample of the request. `streamed` is the text sent to the agent so far."""
 
     request_id: str
     prompt: list[int]
@@ -64,8 +64,8 @@ class Exchange:
         await cancel_and_wait(self._task)
 
     async def request_sent(self) -> str:
-        """Wait until the request is sent and return its id, that of the first sample. Raises the failure if it could
-        not be sent."""
+        """Wait until all samples are sent to the engine, and return the request id of the first. Raises the failure if
+        sending fails."""
         either: set[asyncio.Future[Any]] = {self._task, self._all_sent}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return self._samples[0].request_id if self._all_sent.done() else (await self._answers())[0].request_id
@@ -85,7 +85,7 @@ class Exchange:
         ]
 
     def deltas(self) -> AsyncGenerator[tuple[int, str], None]:
-        """Yield the index of a sample and new text of its content, as far as it is certain, while the answers grow.
+        """Yield (sample index, new text) while the answers grow. Only text that can no longer change is yielded.
 
         The caller must close the generator."""
         return _merged([self._deltas(sample) for sample in self._samples])
@@ -174,7 +174,7 @@ def continue_streamed(reply: GatewayReply, text: str, streamed: str) -> GatewayR
 
 
 async def _merged(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Yield the items of several streams as they come, each with the index of its stream."""
+    """Yield the items of several streams as they arrive, each with the index of its stream."""
     waiting: dict[asyncio.Task[T], int] = {}
 
     def read(index: int) -> None:

@@ -1,8 +1,8 @@
 """OpenAI's chat and text completions: parse requests, build responses and stream events. Pure functions.
 
 Messages and tools are passed on unchanged, except that content becomes one text and `developer` becomes `system`. The
-id of a response is the id of its request, by which a rollout can assign the answer a reward. With `n` above 1 it is the
-id of the first, and every choice has its own `request_id`.
+id of a response is its request id, which a rollout can use to reward the answer. With `n` above 1 it is the id of the
+first request. Every choice also has its own `request_id`.
 """
 
 from __future__ import annotations

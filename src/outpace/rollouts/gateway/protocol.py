@@ -1,11 +1,11 @@
 """API-independent requests and replies of the gateway, and text that can be streamed early.
 
-Sampling settings are pinned: a run always samples with its own settings, because the learner computes with them.
-Requests with such fields are served; the response lists the fields that had no effect.
+Sampling settings are pinned: the run always samples with its own settings, because the learner relies on them.
+Requests that set these fields are served; the response lists the fields that had no effect.
 
-Streamed text cannot be taken back. Only the prefix that stays the same under every possible parse of the finished
-answer is streamed. Held back are: everything from the first text that is or may become a tool call or reasoning, an
-incomplete character, white space that may turn out to be trailing, and text that may be the start of a stop string.
+Streamed text cannot be taken back, so only the prefix that is the same under every possible parse of the finished
+answer is streamed. The gateway holds back everything from the first text that is or may become a tool call or
+reasoning, an incomplete character, white space that may be trailing, and text that may start a stop string.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PolicyRequest:
     n: int = 1  # answers to sample
     tools: Sequence[dict[str, Any]] = ()
     calls: bool = True  # tool calls are allowed
-    must_call: Sequence[str] = ()  # functions one of which must be called
+    must_call: Sequence[str] = ()  # the answer must call one of these functions
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -125,8 +125,8 @@ def full_text(answer: Answer, request: PolicyRequest, client: PolicyClient) -> s
 
 
 def make_reply(answer: Answer, request: PolicyRequest, client: PolicyClient) -> GatewayReply:
-    """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them; if calls
-    were not allowed, so does the whole text."""
+    """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them. If calls
+    were not allowed, the content is the whole text."""
     readable = [call for call in answer.calls if not call.problem]
     calls = readable if request.calls and request.prompt is None else []
     logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if request.logprobs else ()
@@ -170,7 +170,7 @@ def stable_prefix(text: str, stops: Sequence[str] = ()) -> str:
 
 def stable_text_prefix(text: str, stops: Sequence[str]) -> str:
     """Return the prefix of plain text before the first of `stops`, or before what may be the start of one."""
-    whole = text.rstrip(_INCOMPLETE_CHARACTER)  # first: otherwise a partial stop string before it is not at the end
+    whole = text.rstrip(_INCOMPLETE_CHARACTER)  # first, so that a partial stop string is at the end
     return whole[: min((_tag_start(whole, stop) for stop in stops), default=len(whole))]
 
 

@@ -1,8 +1,8 @@
 """OpenAI's Responses API: convert input items to messages, and answers to responses and stream events. Pure functions.
 
-A function call belongs to the assistant message before it, as the policy wrote them in one answer. Reasoning items that
-the agent sends back are dropped: the policy's reasoning is already in the recorded tokens. Only what the policy itself
-can do is supported: functions that the agent runs, and text.
+A function call is merged into the assistant message before it, because the policy wrote both in one answer. Reasoning
+items that the agent sends back are dropped: the policy's reasoning is already in the recorded tokens. Only text and
+functions that the agent runs are supported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ NOT_SUPPORTED = {
 """Fields that are refused when they are set, and why."""
 
 LOGPROBS = "message.output_text.logprobs"
-"""Value of `include` that asks for the logprobs of the sampled tokens."""
+"""Value of `include` that requests the logprobs of the sampled tokens."""
 
 ECHOED = ("instructions", "max_output_tokens", "previous_response_id", "metadata")
 
@@ -251,7 +251,7 @@ def _usage(reply: GatewayReply) -> Json:
 
 
 def _items(reply: GatewayReply) -> list[Json]:
-    """Return the output items of a finished answer, in order. The last one is where a truncated answer was cut."""
+    """Return the output items of a finished answer, in order. If it was truncated, the last item is incomplete."""
     text = reply.content or not reply.calls
     items = [
         *([_reasoning_item(reply)] if reply.reasoning else []),
@@ -314,7 +314,7 @@ class ResponseStream:
             yield self._inside("output_text.delta", f"msg_{self._id}", delta=text, logprobs=[])
 
     def closing(self, replies: Sequence[GatewayReply]) -> Iterator[Json]:
-        """Yield the remaining items of the finished answer, in order. If text was streamed, it had no reasoning."""
+        """Yield the remaining items of the finished answer, in order. Reasoning is left out if text was streamed."""
         (reply,) = replies
         for item in _items(reply):
             if item["type"] == "reasoning" and self._in_text:
@@ -326,7 +326,7 @@ class ResponseStream:
         yield self._event(f"response.{response['status']}", response=response)
 
     def _rest(self, item: Json, reply: GatewayReply) -> Iterator[Json]:
-        """Yield the events of an item, except the last, that have not been sent."""
+        """Yield the events of an item that have not been sent, except its `output_item.done`."""
         if item["type"] == "message":
             (part,) = item["content"]
             yield from self.delta(reply.unsent)

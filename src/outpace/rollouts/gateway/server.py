@@ -2,8 +2,8 @@
 
 Invariants
 - A session is one role of one episode behind one URL. It is found by an unguessable id, is protected by its own secret,
-  and ends with its episode: `close_session` cancels and awaits its requests, and nothing here refers to the episode
-  any more.
+  and ends with its episode: `close_session` cancels and awaits its requests and drops all references to the
+  episode.
 - After `close` no task, connection or session is left.
 - A request is processed only if its `Host` header names this server and it carries the secret of its session.
 - Every response, including errors, follows the API format of the request; no exception leaves the handler.

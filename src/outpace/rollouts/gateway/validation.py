@@ -1,4 +1,4 @@
-"""Validation that the APIs share. Requests are untrusted: fields that are used are validated, others are ignored."""
+"""Validation shared by all APIs. Requests are untrusted: fields that are used are validated, others are ignored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 MAX_DEPTH = 64
 """Maximum nesting of a request: chat templates and JSON encoders are recursive."""
 MAX_SIZE = 1_000_000
-"""Maximum number of characters and values in a request; longer than any context, so it is rejected unrendered."""
+"""Maximum number of characters and values in a request. A larger one exceeds any context and is not rendered."""
 MAX_SAMPLES = 128
 """Largest `n` of a request, as in OpenAI's API."""
 
@@ -49,7 +49,7 @@ def validate_request(body: Json, shape: type[S]) -> S:
 
 
 def constrained(param: str, value: str = "") -> RequestRejected:
-    """Return the refusal of a field that would constrain sampling."""
+    """Return the error for a field that would constrain sampling."""
     return RequestRejected(
         f"{param}: {value + ' is' if value else ''} refused: constrained sampling changes the probabilities of the "
         "tokens, which would bias every importance weight; ask for the format in the prompt",
@@ -91,7 +91,7 @@ def stop_strings(stop: str | list[str] | None) -> list[str]:
 
 
 def forced_functions(wanted: str | None, tools: Sequence[str]) -> list[str]:
-    """Return the names of the functions one of which must be called: `wanted`, or any of the tools if it is None."""
+    """Return the functions of which the answer must call one: only `wanted`, or all tools if it is None."""
     if not tools:
         raise RequestRejected("tool_choice: the request has no tools to call", param="tool_choice")
     if wanted is None:

@@ -6,8 +6,8 @@
 The description of a tool is its docstring up to `Args:` or another section; the entries under `Args:` describe its
 parameters.
 
-Arguments and results are untrusted. Everything that goes wrong with a call is a `ToolError`, which is returned to the
-model and never fails the episode. A result may be any object, and converting it to text may run user code; the text is
+Arguments and results are untrusted. Every failure of a call becomes a `ToolError`, which is returned to the model and
+never fails the episode. A result may be any object, and converting it to text may run user code; the text is
 always bounded, encodable and free of binary data.
 """
 

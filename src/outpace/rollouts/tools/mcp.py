@@ -86,7 +86,7 @@ async def run_server_command(words: Sequence[str], watch: CommandObserver) -> As
 
 @contextmanager
 def _watched(pid: int | None, on_end: Callable[[], None]) -> Iterator[None]:
-    """Call `on_end` when the process exits. Without a pid (the process dropped its mark), only the pipe shows it."""
+    """Call `on_end` when the process exits. Without a pid (the process dropped its mark), only the pipe reveals it."""
     watch = None if pid is None else _pidfd(pid)
     if watch is None:
         yield

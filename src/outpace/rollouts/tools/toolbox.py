@@ -6,8 +6,8 @@
 
 Invariants
 - Every call has exactly one result.
-- An error of a call is a `ToolError` and is returned to the model. Any other exception means that the environment died;
-  it propagates after the other calls have ended.
+- An error of a call is a `ToolError` and is returned to the model. Any other exception means that the environment
+  failed; it propagates after the other calls have ended.
 - No call is awaited beyond its timeout. A call that ignores cancellation, or a thread, keeps running unobserved.
 """
 
@@ -32,7 +32,7 @@ MAX_CONCURRENT_CALLS = 16
 """Maximum number of concurrent calls of one answer."""
 
 MAX_CALLS_PER_ANSWER = 128
-"""Maximum number of calls of one answer that run, whatever the budget: all results go into one prompt."""
+"""Maximum number of calls of one answer that run, regardless of the budget: all results go into one prompt."""
 
 CallStatus = Literal["done", "error", "timeout"]
 
