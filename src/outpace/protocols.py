@@ -225,8 +225,9 @@ class ModelClient(Protocol):
         """Sample the policy's completion of a whole message history. `overrides` may set `max_tokens` and
         `stop_strings`, and in evaluation also the parameters of the sampling distribution.
 
-        `must_call` forces the completion to start with a call of one of these functions: up to the name if there is
-        only one, otherwise with the common beginning of all calls. Forced tokens are neither sampled nor trained.
+        `must_call` forces the completion to start with a call of one of these functions: with its name
+        if there is only one, otherwise with the beginning that all calls share. Forced tokens are neither sampled nor
+        trained on.
         `chat_template_kwargs` are extra variables for the chat template."""
         ...
 

@@ -143,8 +143,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, frozen=True):
     """One exact token sequence. `mask` marks the sampled, trainable tokens; all others have version OBSERVED.
 
-    Advantages compare trajectories of the same role. A `reward` other than None overrides the episode's
-    reward. The trajectory then is a separate attempt, or one attempt with all of the same role and `attempt` number.
+    Advantages compare trajectories of the same role. A `reward` other than None overrides the episode's reward.
+    The trajectory is then a separate attempt, or part of one attempt with all others of the same role and `attempt`
+    number.
     A turn is a contiguous run of sampled tokens; `turn_rewards` has one value per turn or is empty."""
 
     tokens: Ints

@@ -127,8 +127,8 @@ def opsm(tokens: Tokens, log_rho_N: Tensor, *, opsm_delta: OpsmDelta = 0.1) -> T
 def m2po(log_rho_N: NDArray[np.floating[Any]], *, m2po_limit: M2poLimit = 0.04) -> NDArray[np.bool_]:
     """Reject the largest squared log-ratios in the batch until the mean of the rest is below the limit.
 
-    Equal values are kept or rejected together, so token order does not matter. If even the smallest value is not below
-    the limit, the tokens with that value are kept."""
+    Equal values are kept or rejected together, so token order does not matter. At least one token is kept: if even
+    the smallest value is not below the limit, all tokens with that value are."""
     squared_N = np.square(np.clip(np.asarray(log_rho_N, dtype=np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
     if squared_N.size == 0:
         return np.ones(0, dtype=np.bool_)

@@ -11,7 +11,7 @@ from outpace.errors import BadInput, one_line
 def upload(directory: Path, name: str, *, token: str | None = None, private: bool | None = None, **options: Any) -> str:
     """Upload a model directory to the repository `name`, which is created if it does not exist. Returns its URL.
 
-    `options` go to `HfApi.upload_folder`, such as `commit_message` and `revision`."""
+    `options`, such as `commit_message` and `revision`, go to `HfApi.upload_folder`."""
     from huggingface_hub import HfApi
 
     hub = HfApi(token=token)

@@ -48,7 +48,7 @@ def migrate(run: Path) -> str:
     if not (run / CONFIG_FILE).is_file():
         raise BadInput(f"{run}: not a run directory (no {CONFIG_FILE})")
     if (run / RESOLVED_FILE).exists():
-        read_resolved(run)  # raises if a newer version wrote the directory
+        read_resolved(run)  # raises if the format is that of a newer version
         return f"{run}: nothing to do, the directory has the current format"
     try:
         return _migrate_locked(run)
@@ -118,7 +118,7 @@ def _is_default_of_closed_key(key: str, values: Mapping[str, Any]) -> bool:
 def without_defaults(values: dict[str, Any], objects: str = "") -> dict[str, Any]:
     """Drop the settings that would have the same value if left out. `objects` names the run's Python objects."""
     complete, kept = _resolved(values, objects), dict(values)
-    # Presets and functions give other keys their values, so they are dropped last.
+    # Presets and function names give other keys their values, so they are tried last.
     for key in sorted(values, key=lambda key: (key == PRESET, key.endswith(".name"))):
         fewer = {each: value for each, value in kept.items() if each != key}
         if _resolved(fewer, objects) == complete:

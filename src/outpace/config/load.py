@@ -6,8 +6,8 @@ Internally, settings are one flat mapping from dotted keys (`pacing.max_lag`) to
 
 Invariants
 - An unknown key is an error with a suggestion, never ignored.
-- A config records which keys the user set (`user_settings`). A run directory stores them beside the resolved values,
-  and a resume applies its overrides to them. Settings of the file that an override leaves unread are dropped
+- A config records what the user set (`user_settings`). A run directory stores these settings beside the resolved
+  values, and a resume applies its overrides to them. Settings of the file that an override leaves unread are dropped
   (`combine`).
 - Every error is a one-line `BadInput` that starts with the dotted key, or with the file if no single key is at fault.
 - Text given for a non-text setting is parsed as on the command line, wherever it comes from: YAML reads `1e-5` as text.

@@ -5,9 +5,10 @@ Batcher invariants (v = open batch, B = batch size, k = places already taken in 
   deadline <= d, so they fit into the batches up to d. A finished group is taken only if this still holds afterwards.
   Groups that are due therefore come first, even if the batch must wait for a running one, and a group with a later
   deadline never takes their place.
-- With replay.mode = "fill", a replayed group may take the place of a filtered one. Until the place is used or given up,
-  it counts as an outstanding group with the filtered group's deadline, and enters a batch like a finished group. So the
-  invariant above still holds. Replayed groups take at most `fillable` of a batch's B places, always fewer than B.
+- With replay.mode = "fill", a replayed group may take the place of a filtered one. Until the batch with this place is
+  trained or the place is given up, it counts as an outstanding group with the filtered group's deadline, and enters a
+  batch like a finished group. So the invariant above still holds. Replayed groups take at most `fillable` of a batch's
+  B places, always fewer than B.
 - Finished groups are taken by earliest deadline, ties by admission. When nothing is running, the first in this order
   can always be taken, so the batch only ever waits for a running group.
 - With `in_order`, groups are taken strictly in admission order and sent in chunks of a fixed size, so completion order
@@ -198,7 +199,8 @@ class Batcher:
         return None
 
     def overdue(self) -> int | None:
-        """Return the oldest running group, if any, that keeps enough finished groups from completing the batch."""
+        """If enough groups have finished to complete the batch, but a running one is due before them, return it (of
+        several with its deadline, the oldest); otherwise None."""
         if self.in_order or not self.missing or len(self._ready) < self.missing:
             return None
         due = self._crowded(self._ready[0][0])
@@ -322,7 +324,7 @@ class ReplayPool:
 
     def choose(self, filled: int = 0) -> tuple[int, ...]:
         """Choose the groups that the open batch replays, highest reward standard deviation first. In mode `fill`,
-        choose `filled` of them."""
+        these are `filled` groups, one for each place of a filtered group."""
         ranked = sorted(self._pool, key=lambda group: (-self._pool[group].spread, -group))
         self.chosen = tuple(ranked[: filled if self.fills else self._count])
         return self.chosen

@@ -1,4 +1,4 @@
-"""Curriculum: based on rewards, skip too easy or too hard tasks for a while, and repeat unsolved ones.
+"""Curriculum: based on rewards, skips tasks that are too easy or too hard for a while, and repeats unsolved ones.
 
 Skips. If a group's mean reward is at least `easy_above` or at most `hard_below`, its task rests: its visits in the next
 `rest_epochs` epochs are skipped. Failed groups have no effect.

@@ -1,4 +1,4 @@
-"""Driver: the controller's event loop over real components. Takes events from one queue, runs each action as a task.
+"""Driver: the controller's event loop over real components. Takes events from one queue and runs long actions as tasks.
 
                          ┌───────────────────────── events ─────────────────────────┐
                          ▼                                                           │

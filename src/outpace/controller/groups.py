@@ -7,8 +7,8 @@ Journal retention (`JournalUsage`). A group is needed until it is closed and a c
 resume from an older checkpoint trains it again. So each checkpoint makes two calls: `start_checkpoint` when its state
 is captured, `committed` when it is complete. A segment may be deleted when it holds no needed group and its writer has
 moved on to another segment. Reports may arrive out of order: a report of an older segment may still be in flight when
-the first one of the next segment arrives. A writer therefore counts as moved on only after another checkpoint was
-started and committed, because in between every worker is called for its RNG state.
+the first one of the next segment arrives. A writer therefore counts as moved on only when a checkpoint has been both
+started and committed after that first report, because in between every worker is called for its RNG state.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class JournalUsage:
         self._open: Counter[str] = Counter()  # open groups by segment
         self._closed_at: dict[str, CheckpointMark] = {}  # newest mark when a group of the segment was last closed
         self._written: dict[str, str] = {}  # current segment of each writer
-        self._abandoned_at: dict[str, CheckpointMark] = {}  # newest mark when its writer moved on
+        self._abandoned_at: dict[str, CheckpointMark] = {}  # newest mark when its writer was seen to have moved on
         self._marks: CheckpointMark = 0
         self._newest_committed: CheckpointMark = 0
 

@@ -115,7 +115,7 @@ class Ledger:
         self._earlier = msgspec.structs.replace(state.earlier)
         self._epochs = {tally.epoch: msgspec.structs.replace(tally) for tally in state.epochs}
         self.new_epochs = sorted({position // tasks for position in issued} - self._epochs.keys())
-        """Epochs that `state` does not have but recovered visits belong to."""
+        """Epochs of recovered visits that are not in `state`."""
         self._epochs |= {epoch: EpochCounts(epoch) for epoch in self.new_epochs}
         self._rerolled = msgspec.structs.replace(state.rerolled)
         self._finalized = sum(tally.finalized for tally in self._tallies)

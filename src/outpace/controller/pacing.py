@@ -23,9 +23,9 @@ affects later admissions only, never the deadline of an admitted group.
 
 Governor invariants
 - min_lag <= allowed lag <= max_lag, and it changes by at most one per step.
-- After a decrease, only a bad batch made entirely of groups admitted since then causes the next one. A decrease takes
-  effect only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no new
-  information and are ignored.
+- After a decrease, only a bad batch made entirely of groups admitted since then causes the next one. A decrease shows
+  in batches only when the groups admitted before it are used up, `lag` versions later; until then bad batches carry no
+  new information and are ignored.
 - Between a change and the next raise there are `patience` good batches and no bad one, made only of groups admitted
   since that change: groups sampled under another lag say nothing about this one.
 - A bad batch of groups admitted before a raise does count: it was bad at less than the current lag.

@@ -82,7 +82,7 @@ class Recorder:
         self._earlier_wall_s = 0.0
 
     def resume(self, past: PastRun, finished: Iterable[GroupReport]) -> None:
-        """Continue the totals of the run's earlier starts, including the groups they finished."""
+        """Continue the totals of the run's earlier starts, and take over the groups they finished."""
         for line in past.steps:
             self.summary.step(line["step"], line)
             self._earlier = EarlierTraining.from_metrics(line)

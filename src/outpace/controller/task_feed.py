@@ -68,7 +68,7 @@ class RoundSource(Protocol):
 
 
 class TaskFeed:
-    """Announces rounds to the scheduler. Call `wake` after the scheduler has handled an event."""
+    """Announces rounds to the scheduler. Call `wake` after every event that the scheduler has handled."""
 
     def __init__(self, source: RoundSource, tasks: StreamedTasks, scheduler: Scheduler, post: PostEvent) -> None:
         self._source = source

@@ -50,7 +50,7 @@ class WeightPublisher:
         self.update = update
         self.engines: dict[str, EngineWeights] = {}
         self.loading: dict[str, Version] = {}
-        self._published: list[Version] = []  # ascending; lockstep: from the version in use on, otherwise the newest
+        self._published: list[Version] = []  # ascending; lockstep: from the version in use on; else only the newest
         self._versions: Counter[Version] = Counter()  # counts of serving engines; lockstep: of all loaded engines
         self._behind: Counter[Version] = Counter()  # counts of those engines that are behind
         self._waiting: dict[str, None] = {}  # engines that may need a load

@@ -198,7 +198,7 @@ class ContinuedGeneration:
 
     @property
     def ended(self) -> StopReason | None:
-        """Why the generation is complete, or None. Needed for lost parts, whose stop reason does not tell."""
+        """Why the generation is complete, or None. Needed for lost parts, whose stop reason does not say so."""
         if self._stop_string_found or (len(self) and int(self._tokens[-1]) in self._sampling.stop_ids):
             return "stop"
         return "length" if self.left <= 0 else None

@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, str | int]:
 class OtherPrograms:
     """Measures how many cores other programs use on average since construction.
 
-    Does not count this process and its descendants that have ended."""
+    Counts neither this process nor those of its descendants that have ended."""
 
     def __init__(self) -> None:
         self._usage, self._own_s = read_usage(()), _own_seconds()

@@ -62,7 +62,7 @@ class ModelShape:
     vocabulary: int
     context: int
     vocabulary_matrices: int = 1  # 2 if the output head is not tied to the embeddings
-    stored: str = "bfloat16"  # dtype that frozen matrices are loaded in: bfloat16 if the files have it
+    stored: str = "bfloat16"  # dtype that frozen matrices can be loaded in: bfloat16 if the files have it, else float32
 
     @property
     def outside_layers(self) -> int:

@@ -1,10 +1,10 @@
 """GPU placement: which process computes on which GPU, and how weights reach the engines.
 
 `assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first `learner.devices` GPUs,
-one per process, and the engines the others, round-robin. Under torchrun the learner gets one GPU per process that
-torchrun starts on a machine. Engines share the learner's GPU only if it has one GPU and there is no other. Launched
-servers and the learner share a GPU with fixed memory budgets. Each child process sees only its own GPUs, through
-CUDA_VISIBLE_DEVICES.
+one per process, and the engines the others, round-robin. Under torchrun the learner gets, on every machine, one GPU per
+process that torchrun starts there. Engines share the learner's GPU only if it has one GPU and there is no other.
+Launched servers and the learner share a GPU with fixed memory budgets. Each child process sees only its own GPUs,
+through CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Placement(msgspec.Struct, frozen=True):
         """Yield one line per process with its GPUs, for display. `config` is the config of this placement."""
         local = len(self.learners)
         for rank in range(config.learner.devices):
-            elsewhere = f" of machine {rank // local + 1}" if rank >= local else ""  # all start the same number
+            elsewhere = f" of machine {rank // local + 1}" if rank >= local else ""  # every machine has as many ranks
             yield f"{learner_name(rank)}: {_shown(self.learners[rank % local])}{elsewhere}"
         if config.kl.coefficient > 0:
             gpus = _named([gpu for learner in self.learners for gpu in learner.gpus])

@@ -57,7 +57,7 @@ class FlashPlan(NamedTuple):
 class Bucket:
     """Units attended together, with the widths of their queries and keys. `distance_BQC` is the distance from each key
     to each query that follows it, negative if the query cannot see the key; None if keys and queries are the same
-    tokens in causal order. If all units have the same distances, B = 1."""
+    tokens in causal order. B = 1 if all units are segments with histories of equal length."""
 
     count: int
     queries: int

@@ -151,9 +151,9 @@ def build_snapshot_writer(
     config: Config, device: str, directory: Path, incarnation: str, ranks: Ranks | None = None
 ) -> WeightWriter[Any]:
     """Return a writer into GPU memory (CUDA IPC), shared memory or, for ranks on several machines, files on disk.
-    `device` holds the weights, which are sharded over `ranks`.
+    `device` holds the weights, sharded over `ranks` if given.
 
-    Adapters and deltas are read from files, so they always use shared memory."""
+    Adapters and deltas are read from files, so they never use GPU memory."""
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     in_files = config.lora.rank > 0 or config.weights.delta
     if torch.device(device).type == "cuda" and transport_of(config) == "ipc" and not in_files and ranks is None:

@@ -83,8 +83,8 @@ def pack(
 ) -> list[PackedBatch]:
     """Fill passes greedily in row order. Rows without trained tokens are left out.
 
-    `extras` is empty or has one entry per row, all with the same names. `min_shared` is the minimum
-    number of common tokens for rows to share a branch of the tree; None shares nothing."""
+    `extras` is empty or has one entry per row, all with the same names. `min_shared` is the minimum number of common
+    tokens for rows to share a branch of the tree (at the root always `MIN_SHARED`); None shares nothing."""
     check_rows(rows)
     extras = extras or [_NO_EXTRAS] * len(rows)
     passes = _passes(zip(rows, extras, strict=True), tokens_per_pass, min_shared)

@@ -37,7 +37,7 @@ class RankSettings:
 
     - `rendezvous`: file through which ranks on one machine find each other. Under torchrun only its name is used
     - `logs`: directory for a record of the last collective calls, written if one fails; None: not written
-    - `torchrun`: environment whose store serves as rendezvous; None: not started by torchrun"""
+    - `torchrun`: its store serves as rendezvous; None: not started by torchrun"""
 
     rank: int
     size: int

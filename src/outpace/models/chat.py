@@ -41,8 +41,8 @@ def as_messages(prompt: str | list[Message], system: str | None = None) -> list[
 
 
 def text_decoder(tokenizer: Any, special_tokens: bool) -> Callable[[Sequence[int]], str]:
-    """Return a function that decodes token ids: exactly with special tokens, or without them and with the tokenizer's
-    own cleanup.
+    """Return a function that decodes token ids: with special tokens, exactly; or without them, cleaned up if the
+    tokenizer does that.
 
     Where transformers only wraps the tokenizers library, calls the library directly, which takes half the time."""
     from transformers import PreTrainedTokenizerFast

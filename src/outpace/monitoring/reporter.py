@@ -119,7 +119,7 @@ class Delivery:
         self._lock: int | None = None
         self._tracker: Tracker | None = None
         self._position = Position()
-        self._settled = Position()  # what the tracker has surely stored
+        self._settled = Position()  # what the tracker has surely stored; also in the state file
         self._unsettled: deque[tuple[float, Position]] = deque()
         self._failures = 0
         self._last_reason = ""  # of a failure

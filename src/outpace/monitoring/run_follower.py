@@ -135,7 +135,8 @@ class RunFollower:
         self._at = 0.0
 
     def rolled_back(self, position: Position) -> Position:
-        """Return the position, moved back if the run has since been continued from an earlier step."""
+        """Return the position with all starts of the run taken into account: moved back if the run has been continued
+        from an earlier step."""
         starts = _records(self._run / "starts.jsonl")
         unseen = starts[position.starts :]
         if not unseen:

@@ -151,7 +151,7 @@ class TransformersCallbacks(Callback):
         self._flow: Flow | None = None
         self._awaits = ""
         self._checkpoint_step = -1
-        self._save_due = False  # a requested checkpoint follows after a later step
+        self._save_due = False  # the run saves a requested checkpoint after a later step
         self._since_log: list[dict[str, float]] = []
         self._losses: list[float] = []
         self._call("on_init_end")

@@ -3,9 +3,9 @@
     chunk, step, publish, save, load, logprobs  ─▶ every rank makes the same call, in the same order
     send, stats                                 ─▶ the first rank, which owns the snapshots
 
-The group returns the first rank's result, because all ranks compute the same, but sums chunk losses and reports the
-longest time. If a call fails on one rank, the others fail too or block in a collective. The group raises the most
-informative error and names its rank.
+The group returns the first rank's result, because all ranks compute the same. Exceptions: it sums chunk losses, reports
+the longest time, and counts a checkpoint as saved only if every rank saved it. If a call fails on one rank, the others
+fail too or block in a collective. The group raises the most informative error and names its rank.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from outpace.runtime.registry import TRACKERS
 CHECK_S = 60.0
 """Time limit of the check that the trackers are installed."""
 NOTICE_S = 2.0
-"""If sending at the end of a run takes longer than this, report it."""
+"""If sending at the end of a run takes longer than this, the user is told."""
 SEND_SHARE = 0.9
 """Fraction of `report.finish_s` for sending. The rest is for reporting what is missing."""
 
@@ -210,8 +210,8 @@ class RunReporter:
 
 
 def send_run(run: Path, to: Sequence[str], settings: Sequence[str], say: Callable[[str], None]) -> None:
-    """Send trackers the parts of a run that they do not have yet, and report one line for each. Raises `BadInput` for
-    unknown trackers, `ComponentFailed` if not everything was sent."""
+    """Send trackers the parts of a run that they do not have yet, and report one line per tracker. Raises `BadInput`
+    for unknown trackers, `ComponentFailed` if not everything was sent."""
     read_resolved(run)  # raises if this is not a run
     chosen = [f"--run.report_to={','.join(to)}"] if to else []
     config = load_config(run / CONFIG_FILE, [*settings, *chosen])

@@ -59,7 +59,7 @@ class ProcessTable:
 
     def __init__(self) -> None:
         self._starts: dict[int, str] = {}
-        self._marks: dict[int, str] = {}  # only without /proc, from which marks are read on demand
+        self._marks: dict[int, str] = {}  # filled only without /proc; with it, marks are read on demand
         self._members: dict[int, set[int]] = defaultdict(set)  # by the pid of the parent, group leader, session leader
         for pid, start, leaders in self._from_proc() if _PROC else self._from_ps():
             self._starts[pid] = start

@@ -262,7 +262,7 @@ class RpcProxy:
             del self._pending[number]
 
     def _check_at(self, when: float) -> None:
-        """Check at this time which calls have timed out. One timer serves all calls, because few time out."""
+        """Check at the time `when` which calls have timed out. One timer serves all calls, because few time out."""
         self._stop_timer()
         self._next_check, self._timer = when, asyncio.get_running_loop().call_at(when, self._expire_calls)
 

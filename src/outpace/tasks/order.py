@@ -38,7 +38,7 @@ def first_visit(position: int) -> int:
 @dataclass(frozen=True)
 class TaskOrder:
     """The unbounded sequence of tasks: `task(position)` returns the epoch and the task index at a position. A re-roll
-    has the same as the visit that it repeats."""
+    has those of the visit that it repeats."""
 
     count: int
     seed: int

@@ -23,7 +23,7 @@ class GenerationRequest:
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None
     prompt_bytes: bytes  # equal for equal prompts
-    prompt_version: Version = -1  # prefilled the prompt; its KV cache may be copied only under this version
+    prompt_version: Version = -1  # that prefilled the prompt: its KV cache may be copied only under this version
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, Version]] = field(default_factory=list)

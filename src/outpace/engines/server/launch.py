@@ -157,8 +157,8 @@ def describe_exit(how: str, process: ServerProcess) -> str:
 
 
 def server_at(config: Config, url: str, incarnation: str = "outpace") -> Server:
-    """The client for a server of the configured kind. `incarnation` identifies the run in weight labels. Raises
-    `BadInput`, without revealing the URL, if the URL contains a password."""
+    """The client for a server of the configured kind. `incarnation` identifies this start of the run in weight
+    labels. Raises `BadInput`, without revealing the URL, if the URL contains a password."""
     if "@" in url:
         raise BadInput(f"a server URL contains a user name or password; {API_KEY_HINT}")
     engine = config.engine
@@ -192,7 +192,7 @@ class LaunchPlan:
     model: Path
     found: InstalledServer
     plugin: Path | None
-    incarnation: str = "outpace"  # identifies the run in weight labels
+    incarnation: str = "outpace"  # identifies this start of the run in weight labels
 
     @classmethod
     async def of(cls, config: Config, scratch: Path, incarnation: str = "outpace") -> LaunchPlan:

@@ -157,7 +157,7 @@ class Server(ABC):
     """A server at one address. Every method has its own deadline and raises `ServerFailed`.
 
     `seeded`: send each request's seed. `control_s`: timeout of pause, resume and label calls. `incarnation`: identifies
-    the run. Weight labels include it, because every run counts versions from 0."""
+    this start of the run. Weight labels include it, because every run counts versions from 0."""
 
     def __init__(
         self, http: HttpClient, *, control_s: float = 120.0, seeded: bool = False, incarnation: str = "outpace"

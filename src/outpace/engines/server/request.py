@@ -143,7 +143,8 @@ class RequestRunner:
         return "lost"  # also if the server aborted it by itself
 
     def _record_failure(self, request: ActiveRequest, failure: ServerFailed) -> None:
-        """Record the failure. Raise `RequestFailed` if the server rejects the request."""
+        """Record the failure. Raise `RequestFailed` if the server rejects the request; but if it does not know the
+        adapter, its weights are foreign."""
         assert request.sent is not None
         if isinstance(failure, ServerRefused):
             if request.sent.adapter is None or failure.status != _UNKNOWN_MODEL:

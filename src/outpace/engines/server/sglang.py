@@ -168,7 +168,7 @@ class SglangServer(Server):
         )
 
     def _abort_later(self, rid: str) -> None:
-        """Abort a request whose stream we closed early. The server would notice by itself, but seconds later."""
+        """Abort a request that is no longer read. The server would notice by itself, but seconds later."""
         task = asyncio.ensure_future(self._abort_quietly(rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)

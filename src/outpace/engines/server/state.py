@@ -221,7 +221,7 @@ class HealthMachine:
 @dataclass(frozen=True)
 class ServerEngineSettings:
     name: str  # of the component
-    incarnation: str  # of the run; separates its cached prefixes from other runs
+    incarnation: str  # of this start of the run; separates its cached prefixes from those of others
     version: Version = 0  # loaded at start; STALE: unknown
     context: int | None = None  # longest sequence; None: the server decides
     idle_s: float = 60.0

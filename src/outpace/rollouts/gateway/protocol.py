@@ -125,8 +125,8 @@ def full_text(answer: Answer, request: PolicyRequest, client: PolicyClient) -> s
 
 
 def make_reply(answer: Answer, request: PolicyRequest, client: PolicyClient) -> GatewayReply:
-    """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them. If calls
-    were not allowed, the content is the whole text."""
+    """Build the reply to an agent. Tool calls that do not parse stay in the content as the model wrote them. If the
+    answer has calls although none are allowed, the content is the whole text."""
     readable = [call for call in answer.calls if not call.problem]
     calls = readable if request.calls and request.prompt is None else []
     logprobs = zip(answer.tokens.tolist(), answer.logprobs.tolist(), strict=True) if request.logprobs else ()
