@@ -1,8 +1,8 @@
 """A custom data producer: `python examples/own_producer.py`. Takes about a minute on two cores.
 
-Each round is made for the policy at that moment: it answers every candidate a few times, and the round has those that
-it sometimes solves and sometimes does not. These are the tasks that a group can learn from.
-What `produce` prints is in `logs/producer.log` of the run directory.
+For each round, the current policy answers every candidate task a few times. The round keeps the tasks that it solves
+sometimes but not always, because only these give a training signal.
+The output of `produce` is in `logs/producer.log` of the run directory.
 """
 
 import random
