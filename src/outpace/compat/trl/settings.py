@@ -3,8 +3,7 @@
     args ─▶ Schedule: what a batch is, how many steps it has ─┐
          ─▶ the parts below: settings, or refusals ───────────┴─▶ settings, or one BadInput with every refusal
 
-A field counts as set if its value differs from the default of its class and from the value that the class derives from
-this default.
+A field counts as set if its value differs from its default and from the value that its class derives from the default.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def translate(
 ) -> tuple[Settings, Schedule]:
     """Return the settings, without the overrides in `args.outpace`, and the schedule.
 
-    `rows`: number of training rows, None if unknown. `known`: further fields that the caller translates itself. Fields
-    that cannot be used are added to `refused` with their reasons, for the caller to `refuse`; if it is None, they are
-    refused here."""
+    `rows`: number of training rows, None if unknown. `known`: further fields that the caller translates itself. Adds
+    unusable fields and their reasons to `refused`, for the caller to `refuse`; if it is None, refuses them here."""
     generation, passes = value_of(args, "steps_per_generation"), value_of(args, "num_iterations", 1)
     if generation and args.generation_batch_size != generation * args.per_device_train_batch_size:
         raise BadInput("generation_batch_size: must be per_device_train_batch_size times steps_per_generation")
