@@ -6,7 +6,7 @@
 A mutation changes a comparison, a constant or an operator, negates a condition or removes a statement. It is applied in
 a temporary copy of the repository, where the tests of that file run until the first failure:
 
-    caught      a test fails; the table names it
+    caught      a test fails, or takes longer than a minute; the table names it
     survived    all tests pass: a missing test, or a change without effect
     error       the tests could not run: a module no longer imports, or the test process crashed
     time limit  the tests take several times as long as without the mutation
@@ -171,7 +171,7 @@ def draw(seed: int, count: int, only: str = "") -> list[Mutation]:
 
 def run_tests(home: Path, tests: Sequence[str], limit_s: float) -> str:
     """Run tests until the first failure: "caught by" the test, "survived", "error" or "time limit"."""
-    words = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+    words = ["-x", "-q", "-rfE", "--tb=no", "--timeout=60", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
     command = [sys.executable, "-m", "pytest", *words, "-m", f"not ({SLOWER})", *tests]
     environment = {**os.environ, "PYTHONPATH": str(home / "src"), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as output:
