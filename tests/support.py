@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import settings as hypothesis_settings
 
@@ -82,6 +84,13 @@ def run_command(*words: str, within_s: float = 280, **options: Any) -> subproces
         finally:
             process.kill()  # after a timeout; otherwise it has already ended
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def kill_processes(processes: Iterable[psutil.Process]) -> None:
+    """Kill those that still run: a process may end because an earlier one was killed."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from outpace.monitoring.reporter import BOOTSTRAP, ReportOrder
 from outpace.monitoring.run_directory import RunLog
 from outpace.runtime import registry
 from reporting.test_reporter import ATTEMPT
-from support import as_arguments, names, read_lines, run_command, start_command
+from support import as_arguments, kill_processes, names, read_lines, run_command, start_command
 from system.conftest import rewards, settings, tasks, toy_model
 
 __all__ = ["rewards", "settings", "tasks", "toy_model"]
@@ -95,8 +95,7 @@ class Stores:
 
     def close(self) -> None:
         for process in self.started:
-            for child in children(process):
-                child.kill()
+            kill_processes(children(process))
             process.kill()
             process.communicate()
 
@@ -190,8 +189,7 @@ def test_a_reporter_that_is_stopped_or_killed_loses_nothing(stores: Stores, trac
     process.send_signal(signal.SIGCONT)
     wait_for(lambda: stores.received(tracker) == 4)
     process.send_signal(signal.SIGSTOP)
-    for child in children(process):  # wandb's own process
-        child.kill()
+    kill_processes(children(process))  # wandb's own process
     process.kill()
     stores.steps(5, 6)
     stores.end(6)
@@ -209,8 +207,7 @@ def test_a_tracker_whose_own_process_is_killed_gets_everything_in_the_end(stores
     process = stores.reporter("wandb")
     stores.steps(1, 2)
     wait_for(lambda: stores.received("wandb") == 2)
-    for child in children(process):
-        child.kill()
+    kill_processes(children(process))
     stores.steps(3, 6)
     stores.end(6)
     finish(process)

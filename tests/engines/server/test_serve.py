@@ -30,7 +30,7 @@ from outpace.errors import BadInput
 from outpace.runtime import cleanup_process
 from outpace.runtime.cleanup import RuntimeDirectory
 from servers_support import SMALL, vllm_python
-from support import start_command
+from support import kill_processes, start_command
 
 WITHIN_S = 60
 
@@ -149,8 +149,7 @@ def kill_together(processes: list[psutil.Process]) -> None:
     """Kill the processes, suspended first so that none can clean up after another."""
     for process in processes:
         process.suspend()
-    for process in processes:
-        process.kill()
+    kill_processes(processes)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import pytest
 from drills.checks import accounting, ledger_of
 from engines.server.stopping_proxy import StoppingProxy
 from servers_support import RunningVllm
-from support import journalled, needs_bfloat16, read_lines
+from support import journalled, kill_processes, needs_bfloat16, read_lines
 
 PYTHON = os.environ.get("OUTPACE_VLLM_PYTHON", "")
 
@@ -86,8 +86,7 @@ class Running:
         return summary
 
     def kill(self) -> None:
-        for server in self.servers() if self.process.poll() is None else []:
-            server.kill()
+        kill_processes(self.servers() if self.process.poll() is None else [])
         self.process.kill()
         self.process.wait()
 
