@@ -224,7 +224,7 @@ def main() -> None:
         for mutation in drawn:
             original = (home / mutation.file).read_text()
             (home / mutation.file).write_text(mutation.apply(original))
-            outcome = run_tests(home, TARGETS[mutation.file], limit_s=60 + 4 * seconds[mutation.file])
+            outcome = run_tests(home, TARGETS[mutation.file], limit_s=180 + 4 * seconds[mutation.file])
             (home / mutation.file).write_text(original)
             outcomes.append(outcome.split(" by ")[0])
             place = f"{mutation.file.removeprefix('src/outpace/')}:{mutation.line}"
