@@ -24,8 +24,8 @@ nothing happened. Other metrics are present only if there was something to measu
 
 Rewards cover the groups recorded with the step: those it trained on, and those filtered since the last step. Losses,
 lags and off-policy figures cover the batch that the step trained on. The evaluation after the last step appears only in
-`evals.jsonl` and `summary.json`, because no step follows it. For how to read the off-policy
-figures, see [algorithms](algorithms.md#metrics).
+`evals.jsonl` and `summary.json`, because no step follows it. For the off-policy figures, see
+[algorithms](algorithms.md#metrics).
 
 | rule | value of a step |
 |---|---|

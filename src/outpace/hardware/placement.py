@@ -2,7 +2,7 @@
 
 `assign_gpus` is a pure function of the config and the visible GPUs. The learner gets the first `learner.devices` GPUs,
 one per process, and the engines the others, round-robin. Under torchrun the learner gets, on every machine, one GPU per
-process that torchrun starts there. Engines share the learner's GPU only if it has one GPU and there is no other.
+process that torchrun starts there. Engines share the learner's one GPU only if the other GPUs are too few.
 Launched servers and the learner share a GPU with fixed memory budgets. Each child process sees only its own GPUs,
 through CUDA_VISIBLE_DEVICES.
 """

@@ -105,8 +105,8 @@ class Trackio:
         self._run.log({TABLE: self._trackio.Table(columns=columns, data=data)}, step=step)
 
     def flush(self) -> None:
-        """Wait until trackio's thread has written everything; raise if it could not. There is no public API for
-        this."""
+        """Wait until trackio's thread has written everything; raise if it could not. Uses private attributes:
+        trackio has no public API for this."""
         deadline = time.monotonic() + self.FLUSH_S
         while self._run._queued_logs or self._run._sending_batch:
             if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ def match_answers(
     answered: Sequence[AnsweredChat], recorded: Sequence[tuple[str, Sequence[Message]]]
 ) -> list[AnsweredChat | None]:
     """Match each recorded answer to a request, by request id first, else by messages: those of the request and its
-    answer. Each request is matched at most once; None means that there is no match."""
+    answer. Each request is matched at most once; None marks an answer without a match."""
     left = {each.answer.request_id: each for each in answered}
     by_id = [left.pop(request_id, None) for request_id, _ in recorded]
     found: list[AnsweredChat | None] = []

@@ -15,7 +15,7 @@ still move to another server or get newer weights.
 
 The limit starts at the server's slots and stays between 1 and four times the slots. It stays above the slots only if
 the server can run more requests than configured. A step is 1/16 of the slots. A decrease takes effect as requests
-finish, so there is no second decrease while more requests run than the limit allows.
+finish, so the limit does not decrease again while more requests run than it allows.
 
 LoadedVersions records which weights the server has and which requests sample from them. Whole models replace one
 another: there is one version, and running requests continue under the next one. Adapters coexist: a request keeps the
